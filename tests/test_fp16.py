@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -143,12 +144,17 @@ COUNTING: dict[str, Callable[[Any], O.Optimizer]] = {
 
 
 def _unwatched(
-    tmp_path: Path, accelerator: str, form: str, callback: CUDAGraphCallback | None, **kwargs: Any
+    tmp_path: Path,
+    accelerator: str,
+    form: str,
+    callback: CUDAGraphCallback | None,
+    module: Net | None = None,
+    **kwargs: Any,
 ) -> Trace:
     device = "cuda" if accelerator == "gpu" else "cpu"
     scaler = torch.amp.GradScaler(device, init_scale=2.0**16, growth_interval=7)
     return train(
-        make(lambda: OverflowsByData(COUNTING[form])),
+        module or make(lambda: OverflowsByData(COUNTING[form])),
         tmp_path,
         callback,
         accelerator=accelerator,
@@ -216,6 +222,60 @@ def test_user_code_finds_the_counters_of_its_step(
     assert one.counters == other.counters
     assert 1 < len(set(one.counters)) < len(one.counters)
     assert set(numbers) == {1}
+
+
+class Restarts(O.lr_scheduler.LRScheduler):
+    """Takes the rate from the counters, and sets them back at times."""
+
+    def get_lr(self) -> list[float]:
+        steps = [state["step"] for state in self.optimizer.state.values() if "step" in state]
+        rate = 1 / (1 + max(map(float, steps), default=0.0))
+        if self.last_epoch % 7 == 6:
+            for step in steps:
+                step.zero_()
+        return [base * rate for base in self.base_lrs]
+
+
+def _from_counters(optimizer: O.Optimizer) -> Any:
+    def factor(epoch: int) -> float:
+        return 1 / (1 + max((float(state["step"]) for state in optimizer.state.values()), default=0.0))
+
+    return O.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _restarts_later(optimizer: O.Optimizer) -> Any:
+    schedulers = [O.lr_scheduler.ConstantLR(optimizer, 0.5), Restarts(optimizer)]
+    return O.lr_scheduler.SequentialLR(optimizer, schedulers, [4])
+
+
+@pytest.mark.parametrize("schedule", [Restarts, _from_counters, _restarts_later])
+def test_a_schedule_finds_the_counters_of_its_step(
+    tmp_path: Path, accelerator: str, schedule: Any
+) -> None:
+    def run(name: str, callback: CUDAGraphCallback | None) -> Trace:
+        module = make(lambda: OverflowsByData(COUNTING["AdamW"], schedule))
+        return _unwatched(tmp_path / name, accelerator, "AdamW", callback, module)
+
+    plain, graph = run("plain", None), run("graph", CUDAGraphCallback(timings=None, verify=None))
+    final = "weights", "optimizer"
+    assert not differences([plain.final[n] for n in final], [graph.final[n] for n in final])
+    assert graph.counts.replayed > 40
+
+
+def _numbers(optimizer: O.Optimizer) -> Any:
+    length = 30
+    return O.lr_scheduler.LambdaLR(optimizer, lambda epoch: math.cos(epoch / length))
+
+
+@pytest.mark.parametrize("schedule", [_numbers, O.lr_scheduler.LinearLR, O.swa_utils.SWALR])
+def test_a_schedule_of_numbers_does_not_make_the_host_wait(
+    tmp_path: Path, accelerator: str, schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"swa_lr": 1e-3} if schedule is O.swa_utils.SWALR else {}
+    module = make(lambda: OverflowsByData(COUNTING["AdamW"], lambda o: schedule(o, **more)))
+    numbers = states_possible(monkeypatch)
+    _unwatched(tmp_path, accelerator, "AdamW", CUDAGraphCallback(timings=None), module)
+    assert accelerator != "cpu" or numbers.count(2) > 20
 
 
 class ReadsAtTheEnd(Callback):

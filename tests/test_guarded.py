@@ -87,6 +87,34 @@ class StateRebound(Changing):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
+class StateMoved(Changing):
+    def change(self) -> None:
+        for state in self.trainer.optimizers[0].state.values():
+            state["momentum_buffer"].data = state["momentum_buffer"].data * 0.5
+
+
+class CountersMoved(Changing):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def change(self) -> None:
+        for state in self.trainer.optimizers[0].state.values():
+            state["step"].data = torch.tensor(2.0)
+
+
+class StepReplaced(Changing):
+    def change(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        own = optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            loss = own(*args, **kwargs)
+            _decay(optimizer, args, kwargs)
+            return loss
+
+        optimizer.step = step
+
+
 class AddedGroup(Changing):
     def prepare(self) -> None:
         self.aux = nn.Linear(12, 4)
@@ -349,6 +377,9 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (TensorHook, "`_backward_hooks` of parameter `head.weight` changed from none"),
     (StateCleared, "the address of `momentum_buffer` of parameter 0"),
     (StateRebound, "the address of `momentum_buffer` of parameter 0"),
+    (StateMoved, "the address of `momentum_buffer` of parameter 0"),
+    (CountersMoved, "the address of `step` of parameter 0"),
+    (StepReplaced, "`step` of the `SGD` was replaced"),
     (AddedGroup, "the number of param groups of the optimizer changed from 1 to 2"),
     (StepHook, "the number of hooks around the step of the optimizer changed from 0 to 1"),
     (Replaced, "`scale` of the `Replaced` changed"),

@@ -89,6 +89,17 @@ def test_a_parameter_without_a_gradient_is_refused(device: torch.device) -> None
     assert {state["step"].item() for state in run.optimizer.state.values()} == {1.0}
 
 
+def test_an_option_that_is_deleted_has_changed(device: torch.device) -> None:
+    """Its step fails without this package, also if the option was None."""
+    optimizer = Run("Adam", ("float32", "no clip", "constant"), device).optimizer
+    prepared = PreparedOptimizer(optimizer, device, lambda _: None)
+    values, named = prepared.frozen_values(), prepared.hyperparameters()
+    del optimizer.param_groups[0]["foreach"]
+    assert prepared.frozen_values() != values
+    assert prepared.hyperparameters() != named
+    prepared.restore()
+
+
 def test_numbers_that_are_read_from_the_device_stay_there(device: torch.device) -> None:
     """The larger of two is taken without a branch, so that one graph serves all steps."""
     module = vars(sys.modules["torch.optim._adafactor"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ __all__ = ["PreparedGroup", "check_group"]
 
 # An option that moves twice within so many calls (two or three a step) moves in every step.
 _CALLS_BETWEEN_MOVES = 6
+
+_DELETED = "deleted"  # instead of an option: other than None, as which it may have been given
 
 # The name of an option, and the index in it if it is a tuple.
 _Part = tuple[str, int | None]
@@ -84,7 +87,7 @@ class PreparedGroup:
 
     def _frozen(self, name: str) -> Any:
         """The value of an option as a guard compares it: moving numbers are masked."""
-        value = self.group.get(name)
+        value = self.group.get(name, _DELETED)
         if (name, None) in self._moving:
             return "a number that moves"
         if type(value) is tuple and self._moving:
@@ -110,7 +113,11 @@ class PreparedGroup:
         # The type first: `isinstance(_, Tensor)` is slow for all other objects.
         is_tensor = type(lr) is not float and isinstance(lr, Tensor)
         lr_address = lr.data_ptr() if is_tensor else None
-        options = map(self._frozen if self._moving else group.get, self._names)
+        options = (
+            map(self._frozen, self._names)
+            if self._moving
+            else map(group.get, self._names, repeat(_DELETED))
+        )
         return (*options, lr_address, id(parameters), len(parameters))
 
     def refresh(self) -> None:

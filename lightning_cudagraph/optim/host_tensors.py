@@ -54,6 +54,11 @@ class Alike:
         size_bytes = self.together.element_size()
         return self.data[size_bytes:] == self.data[:-size_bytes]
 
+    def is_whole(self) -> bool:
+        """True if no member was given other memory (`member.data = ...`)."""
+        places = [self.together[index].data_ptr() for index in range(len(self.members))]
+        return [member.data_ptr() for member in self.members] == places
+
     def read(self) -> Tensor:
         """A copy of the common value."""
         return self.together[0].clone()
@@ -130,7 +135,8 @@ class HostTensors:
         with out_of_sight():
             found = self.found()
             known = {id(tensor) for alike in self.alike for tensor in alike.members}
-            if known == {id(tensor) for _, tensor in found} and self.are_alike():
+            is_same = known == {id(tensor) for _, tensor in found} and self.are_alike()
+            if is_same and all(alike.is_whole() for alike in self.alike):
                 return
             for name, tensor in found:
                 by_value.setdefault((name, tensor.dtype, tensor.item()), []).append(tensor)

@@ -1,7 +1,7 @@
 """Guard on classes and their methods.
 
 A captured step has called the methods that its objects had then. Assignments can later give an object
-another class, and a class another method.
+another class or a method of its own, and a class another method.
 """
 
 from __future__ import annotations
@@ -17,14 +17,21 @@ __all__ = ["Classes"]
 # Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE: only mutable heap types can be given other methods.
 _IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8
 
-_Functions = dict[tuple[type, str], Any]
+# By an owner, in words and by its id, and a name.
+_Functions = dict[tuple[str, int, str], Any]
 
 
 class Classes:
-    """The classes of some objects, with the functions in all of their bases, to compare later."""
+    """The classes of some objects, with the functions in all of their bases, to compare later.
 
-    def __init__(self, objects: Iterable[object]) -> None:
-        self._objects = [*objects]
+    Args:
+        objects: the objects.
+        callees: more of them, which may also have functions of their own instead of their class's.
+    """
+
+    def __init__(self, objects: Iterable[object], callees: Iterable[object] = ()) -> None:
+        self._callees = [*callees]
+        self._objects = [*objects, *self._callees]
         self._types = [*map(type, self._objects)]
         bases = dict.fromkeys(base for kind in dict.fromkeys(self._types) for base in kind.__mro__)
         self._bases = [
@@ -36,18 +43,24 @@ class Classes:
         self._members = self._members_now()
 
     def _members_now(self) -> Members:
-        return Members([vars(base).values() for base in self._bases])
+        return Members([vars(owner).values() for owner in (*self._bases, *self._callees)])
 
     def _functions_now(self) -> _Functions:
-        return {
-            (base, name): value
+        found: _Functions = {
+            (f"the class `{base.__qualname__}`", id(base), name): value
             for base in self._bases
             for name, value in vars(base).items()
             if callable(value) or hasattr(type(value), "__get__")
         }
+        for callee in self._callees:
+            kind = type(callee)
+            for name, value in vars(callee).items():
+                if callable(value) and hasattr(kind, name):
+                    found[f"the `{kind.__qualname__}`", id(callee), name] = value
+        return found
 
     def changed(self) -> bool:
-        """True if an object has another class, or a class another function."""
+        """True if an object has another class, or another function, of its own or of a class."""
         if not all(map(operator.is_, map(type, self._objects), self._types)):
             return True
         if not self._members.changed():
@@ -63,6 +76,6 @@ class Classes:
         now = self._functions_now()
         for key in {**self._functions, **now}:
             if self._functions.get(key) is not now.get(key):
-                kind, name = key
-                return f"`{name}` of the class `{kind.__qualname__}` was replaced"
+                owner, _, name = key
+                return f"`{name}` of {owner} was replaced"
         return ""

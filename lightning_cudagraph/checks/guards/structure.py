@@ -54,19 +54,19 @@ class Identity:
 
 
 class _Tensors:
-    """Guard on parameters, and on buffers by name, because code outside the step may rebind one."""
+    """Guard on tensors, and on buffers by name, because code outside the step may rebind one."""
 
-    def __init__(self, parameters: list[nn.Parameter], modules: list[nn.Module]) -> None:
+    def __init__(self, tensors: list[Tensor], modules: list[nn.Module]) -> None:
         buffers = [(module._buffers, name) for module in modules for name in module._buffers]
         held = [(holder, name) for holder, name in buffers if holder[name] is not None]
         self._absent = [(holder, name) for holder, name in buffers if holder[name] is None]
-        self._parameters = parameters
+        self._tensors = tensors
         self._holders = [holder for holder, _ in held]
         self._names = [name for _, name in held]
         self._layouts = Layouts(self._now())
 
     def _now(self) -> list[Any]:
-        return [*self._parameters, *map(operator.getitem, self._holders, self._names)]
+        return [*self._tensors, *map(operator.getitem, self._holders, self._names)]
 
     def changed(self) -> bool:
         try:
@@ -122,7 +122,8 @@ class Structure:
 
     Args:
         models: the model, and modules that are none of its submodules.
-        others: views and lists of other objects that must stay the same, such as optimizer state.
+        others: views and lists of other objects that must stay the same, such as optimizer state;
+            tensors among them with their addresses and layouts.
         loose: parameters that belong to none of the models.
         callees: other objects with methods that the steps call.
     """
@@ -137,12 +138,14 @@ class Structure:
         modules = list({id(m): m for model in models for m in model.modules()}.values())
         own = [p for model in models for p in model.parameters()]
         parameters = list({id(p): p for p in (*own, *loose)}.values())
-        self.modes, self.tensors = _Modes(modules), _Tensors(parameters, modules)
+        held = {id(m): m for part in others for m in part if isinstance(m, Tensor)}
+        tensors = [*{**{id(p): p for p in parameters}, **held}.values()]
+        self.modes, self.tensors = _Modes(modules), _Tensors(tensors, modules)
         self.submodules = Members([m._modules.values() for m in modules])
         self.places = Members([m._parameters.values() for m in modules] + others)
         self.hooks = _Hooks(modules, parameters)
         one_of_each = {type(parameter): parameter for parameter in parameters}
-        self.classes = Classes([*modules, *one_of_each.values(), *callees])
+        self.classes = Classes([*modules, *one_of_each.values()], callees)
 
     def changed(self) -> bool:
         """True if anything changed."""

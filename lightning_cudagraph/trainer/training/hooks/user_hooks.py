@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from types import FunctionType
+from functools import partial
+from inspect import getclosurevars
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
@@ -35,8 +38,42 @@ def undisturbed(trainer: pl.Trainer, module: pl.LightningModule, stage: str = "t
     hooks = _hooks(trainer, module, stage, _TRANSFERS)
     if stage == "train":
         hooks += [getattr(module, name) for name in _OPTIMIZER_METHODS]
-        hooks += [config.scheduler.step for config in getattr(trainer, "lr_scheduler_configs", ())]
+        schedulers = [config.scheduler for config in getattr(trainer, "lr_scheduler_configs", ())]
+        hooks += [scheduler.step for scheduler in schedulers]
+        if not all(map(_is_of_torch, schedulers)):
+            return False
     return _all_known(hooks)
+
+
+def _is_of_torch(scheduler: Any) -> bool:
+    """True if a scheduler runs no code but torch's, and functions that see only numbers."""
+    classes = type(scheduler).__mro__[:-1]
+    if not all(f"{cls.__module__}.".startswith((*_KNOWN, "abc.", "typing.")) for cls in classes):
+        return False
+    members = [
+        member
+        for value in vars(scheduler).values()
+        for member in (value if isinstance(value, (list, tuple)) else [value])
+    ]
+    inner = [member for member in members if isinstance(member, LRScheduler)]
+    functions = [m for m in members if callable(m) and not isinstance(m, (type, LRScheduler))]
+    return all(map(_is_of_torch, inner)) and all(is_known(f) or _sees_numbers(f) for f in functions)
+
+
+def _sees_numbers(function: Any) -> bool:
+    """True for a function that reaches nothing but numbers, strings, modules and C functions."""
+    if isinstance(function, partial):
+        given = [*function.args, *function.keywords.values()]
+        return all(map(_is_plain, given)) and _sees_numbers(function.func)
+    if not isinstance(function, FunctionType):
+        return isinstance(function, BuiltinFunctionType)
+    names = getclosurevars(function)
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return all(map(_is_plain, [*names.nonlocals.values(), *names.globals.values(), *defaults]))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float, str, type(None), ModuleType, BuiltinFunctionType))
 
 
 def gradients_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
