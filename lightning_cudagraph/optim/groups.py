@@ -184,7 +184,11 @@ class PreparedGroup:
         return bool(on_device) and not (self._form.alpha or has_rate or self._moving)
 
 
-def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
+def _is_of_16_bits(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() and parameter.element_size() < torch.float32.itemsize
+
+
+def check_group(form: Form, optimizer: Optimizer, index: int, device: torch.device) -> None:
     """Refuse a group with options that cannot be captured."""
     group, name = optimizer.param_groups[index], type(optimizer).__qualname__
     if group.get("differentiable"):
@@ -202,6 +206,13 @@ def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
                 in_optimizer=True,
             )
     lr = group["lr"]
+    if form.inspected and not isinstance(lr, Tensor) and any(map(_is_of_16_bits, group["params"])):
+        raise UnsupportedError(
+            f"Param group {index} of `{name}` has parameters of 16 bits, to which a GPU rounds numbers that"
+            " it computes from a learning rate in a tensor.",
+            "Use parameters of 32 bits, or one of torch's own optimizers, to have its step in the graph too.",
+            in_optimizer=True,
+        )
     if isinstance(lr, Tensor) and lr.device.type != device.type:
         raise UnsupportedError(
             f"`lr` of param group {index} of `{name}` is a tensor on {lr.device}; expected a float, or a"

@@ -194,7 +194,7 @@ class PreparedOptimizer(EagerOptimizer):
         for index, group in enumerate(self.optimizer.param_groups):
             prepared = known.get(id(group))
             if prepared is None or not prepared.fits(group):
-                check_group(self.optimizer, index, self._device)
+                check_group(self._form, self.optimizer, index, self._device)
                 prepared = PreparedGroup(
                     self._form, self.optimizer, index, self._device, self._is_compiled
                 )

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
+from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.optim.gate import Gate
 from lightning_cudagraph.tensors.local import local
 
@@ -176,10 +177,6 @@ def _computed(
     out = one if in_place and gate is None else None
     if one.dtype in _WIDE or not one.is_floating_point():
         value = compute(*operands, number, out)
-    elif name == "add" and not one.is_cuda:
-        # In 16 bits the CPU's vectorised `add_` rounds alpha to the parameter's dtype (its tail does
-        # not: there, results can differ in the last place).
-        value = _plus_scaled(one, operands[1], number.to(one.dtype), out)
     else:
         wide: Tensor = compute(*(operand.float() for operand in operands), number, None)
         value = wide.to(one.dtype) if out is None else out.copy_(wide)
@@ -253,6 +250,9 @@ def with_tensors(
 
     Returns:
         A tuple with the result; None if the table has no such call, and nothing was done.
+
+    Raises:
+        CaptureError: if the op does not round in one way.
     """
     name: str = getattr(func, "__name__", "")
     if name.startswith("_fused_"):
@@ -272,6 +272,7 @@ def with_tensors(
         base = "plus"
     if base not in _OPS:
         return None
+    is_list = name.startswith("_foreach_")
     count = _OPS[base][0]
     operands = args[:count]
     named = [kwargs[key] for key in _NAMES_OF_NUMBERS if key in kwargs]
@@ -280,10 +281,17 @@ def with_tensors(
         numbers = [1.0]
     if len(operands) != count or len(numbers) != 1 or len(named) != len(kwargs):
         return None
+    if base == "add" and any(map(_rounds_alpha, operands[0] if is_list else operands[:1])):
+        raise CaptureError(
+            "The step of the optimizer adds a multiple of a tensor to one of 16 bits on a CPU, which rounds"
+            " the factor in some elements and not in others.",
+            "Use parameters of 32 bits to have its step in the graph too.",
+            in_optimizer=True,
+        )
     number = numbers[0]
-    if gate is not None and not _is_gated(base, operands[1:], number, name.startswith("_foreach_")):
+    if gate is not None and not _is_gated(base, operands[1:], number, is_list):
         return None
-    if not name.startswith("_foreach_"):
+    if not is_list:
         return (_single(base, operands, number, staged, in_place, gate),)
     if not isinstance(number, (list, tuple)):
         return (_list(base, operands, number, staged, in_place, gate),)
@@ -303,6 +311,11 @@ def with_tensors(
         for position, result in zip(chosen, made, strict=True):
             results[position] = result
     return (results,)
+
+
+def _rounds_alpha(one: Tensor) -> bool:
+    """True if `add` to a tensor rounds alpha in its vectorised elements, and not in the others."""
+    return not one.is_cuda and one.is_floating_point() and one.dtype not in _WIDE
 
 
 def _is_gated(base: str, others: Sequence[Any], number: Any, is_list: bool) -> bool:
