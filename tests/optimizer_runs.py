@@ -48,6 +48,7 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
     "AdamW(fused)": lambda p: O.AdamW(p, lr=1e-2, fused=True),
     "NAdam": lambda p: O.NAdam(p, lr=1e-2),
     "NAdam(decoupled)": lambda p: O.NAdam(p, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True),
+    "NAdam of numbers": lambda p: O.NAdam([q for q in p if q.ndim == 0], lr=1e-2),
     "NAdam(foreach=False)": lambda p: O.NAdam(p, lr=1e-2, weight_decay=0.1, foreach=False),
     "RAdam": lambda p: O.RAdam(p, lr=1e-2, weight_decay=0.1),
     "RAdam(foreach=False, decoupled)": lambda p: O.RAdam(

@@ -506,7 +506,7 @@ def test_steps_that_dynamo_leaves_alone(cls: type[O.Optimizer]) -> None:
 
 
 LEFT_ALONE = {
-    O.LBFGS: "LBFGS` calls its closure as often as values on the host say",
+    O.LBFGS: "LBFGS` calls its closure as often as the loss decides",
     O.SparseAdam: "The optimizer is a `SparseAdam`",
 }
 

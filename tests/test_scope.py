@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -49,7 +50,7 @@ BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
     "OneCycle": (
         lambda p: O.AdamW(p, fused=True),
         one_cycle,
-        "`_fused_adamw_` a number that is another",
+        r"A schedule moves `beta1` in each step, which a fused kernel \(`_fused_adamw_`\)",
     ),
     "optimizer hooks": (hooked, None, "register_step_post_hook"),
     "counts in state": (CountsInState, None, r"`step` in entry 0 of the state .* changed from 2 to 3"),
@@ -57,6 +58,16 @@ BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
     "counts-in-group": (CountsInGroup, None, "`k` of param group 0 of .* changed"),
     "reads back": (ReadsBack, None, r"`\.item\(\)`.*found at .*optimizers.py"),
     "wants a float": (WantsAFloat, None, "TypeError: lr must be a float"),
+    "options of NumPy's": (
+        lambda p: O.AdamW(p, betas=(np.float64(0.9), np.float64(0.99))),
+        None,
+        "an option of NumPy's type",
+    ),
+    "tensors as options": (
+        lambda p: O.AdamW(p, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
+        None,
+        "`betas` of param group 0 of `AdamW` is or has a tensor",
+    ),
 }
 
 
@@ -100,6 +111,33 @@ def test_cycled_momentum_is_in_the_graph(tmp_path: Path, accelerator: str, name:
     assert_same(plain, graph)
     assert (graph.counts.captures, graph.counts.replayed) == (1, 18)
     assert "the optimizer steps eagerly" not in str(callback.summary)
+
+
+# With those that add a multiple of a tensor, which a CPU rounds in two ways.
+OF_16_BITS: dict[str, tuple[Callable[[Any], O.Optimizer], tuple[str, ...]]] = {
+    "AdamW": (lambda p: O.AdamW(p, lr=1e-2), ()),
+    "NAdam": (lambda p: O.NAdam(p, lr=1e-2), ()),
+    "RMSprop": (lambda p: O.RMSprop(p, lr=1e-3, momentum=0.9, centered=True), ("cpu",)),
+    "SGD": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), ("cpu",)),
+    "ASGD": (lambda p: O.ASGD(p, lr=1e-2), ("cpu",)),
+    "Adafactor": (lambda p: O.Adafactor(p, lr=1e-2), ("cpu",)),
+    "Muon": (lambda p: O.Muon([q for q in p if q.ndim == 2], lr=1e-2), ("cpu",)),
+    "custom": (Own, ("cpu", "gpu")),
+}
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("name", OF_16_BITS)
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_parameters_of_16_bits(tmp_path: Path, accelerator: str, name: str, precision: str) -> None:
+    make_optimizer, behind = OF_16_BITS[name]
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "precision": precision}
+    plain = train(make(lambda: Net(make_optimizer)), tmp_path / "plain", **kwargs)
+    callback = CUDAGraphCallback()
+    graph = train(make(lambda: Net(make_optimizer)), tmp_path / "graph", callback, **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.replayed >= 14
+    assert ("of 16 bits" in str(callback.summary)) is (accelerator in behind)
 
 
 @pytest.mark.parametrize("make_optimizer", [Own, CallsTwice])

@@ -75,7 +75,7 @@ _INSPECTED = Form(inspected=True)
 # Optimizers without a form, with the reason. Sources: torch/optim, file and function named.
 _EAGER: dict[type[Optimizer], str] = {
     # lbfgs.py, `step`: `float(closure())` in a loop
-    torch.optim.LBFGS: "calls its closure as often as values on the host say",
+    torch.optim.LBFGS: "calls its closure as often as the loss decides, which it reads on the host",
 }
 
 

@@ -199,18 +199,22 @@ def check_group(form: Form, optimizer: Optimizer, index: int, device: torch.devi
             in_optimizer=True,
         )
     for option in optimizer.defaults:
-        if isinstance(group.get(option), Tensor) and option != "lr":
+        value = group.get(option)
+        parts = value if isinstance(value, (list, tuple)) and not group.get("capturable") else [value]
+        if option != "lr" and any(isinstance(part, Tensor) for part in parts):
             raise UnsupportedError(
-                f"`{option}` of param group {index} of `{name}` is a tensor; only `lr` may be one.",
-                f"Pass `{option}` as a float.",
+                f"`{option}` of param group {index} of `{name}` is or has a tensor; only `lr` may be"
+                " one.",
+                f"Pass `{option}` without tensors.",
                 in_optimizer=True,
             )
     lr = group["lr"]
     if form.inspected and not isinstance(lr, Tensor) and any(map(_is_of_16_bits, group["params"])):
         raise UnsupportedError(
-            f"Param group {index} of `{name}` has parameters of 16 bits, to which a GPU rounds numbers that"
-            " it computes from a learning rate in a tensor.",
-            "Use parameters of 32 bits, or one of torch's own optimizers, to have its step in the graph too.",
+            f"Param group {index} of `{name}` has parameters of 16 bits, to which a GPU rounds numbers"
+            " that it computes from a learning rate in a tensor.",
+            "Use parameters of 32 bits, or one of torch's own optimizers, to have its step in the graph"
+            " too.",
             in_optimizer=True,
         )
     if isinstance(lr, Tensor) and lr.device.type != device.type:

@@ -155,8 +155,8 @@ class HostScalar(float):
     def _refuse(self, *_: Any) -> NoReturn:
         raise CaptureError(
             "The step of the optimizer converts a number that it computes on the host to another type,"
-            " which would freeze it at its value in this step.",
-            "Use another optimizer to have its step in the graph too.",
+            " which would freeze it at its value in this step: an option of NumPy's type does so too.",
+            "Pass the options of the optimizer as Python's floats to have its step in the graph too.",
             in_optimizer=True,
         )
 

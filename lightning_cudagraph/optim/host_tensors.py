@@ -89,7 +89,7 @@ class HostTensors:
     def _read_on_host(self) -> list[tuple[dict[str, Any], str]]:
         """The 0-dim state that the step reads on the host, wherever it is, and the dictionaries.
 
-        The rest of a parameter's state is on its device, and has its shape.
+        The rest of a parameter's state is on its device, and has its shape, which may be that of a number.
         """
         groups = [
             (group, self._lists_on_device and _is_on_lists(group))
@@ -97,7 +97,7 @@ class HostTensors:
             if not group.get("capturable") and not group.get("fused")
         ]
         scalars = [
-            (parameter.dim(), state, name)
+            (parameter.dim() > 0 or value.device != parameter.device, state, name)
             for group, stays in groups
             for parameter in group["params"]
             if (state := self._optimizer.state.get(parameter))
@@ -106,7 +106,7 @@ class HostTensors:
             # A checkpoint may have put it on the host.
             if not (stays and value.device == parameter.device)
         ]
-        names = {name for dimensions, _, name in scalars if dimensions} or {"step"}
+        names = {name for is_surely, _, name in scalars if is_surely} or {"step"}
         return [(state, name) for _, state, name in scalars if name in names]
 
     def bring(self) -> None:

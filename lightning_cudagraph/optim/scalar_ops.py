@@ -252,7 +252,7 @@ def with_tensors(
         A tuple with the result; None if the table has no such call, and nothing was done.
 
     Raises:
-        CaptureError: if the op does not round in one way.
+        CaptureError: if the op cannot take the number from a tensor and round as it does without.
     """
     name: str = getattr(func, "__name__", "")
     if name.startswith("_fused_"):
@@ -261,8 +261,23 @@ def with_tensors(
         target: Tensor = args[0][0]
         # On a GPU the kernels read a tensor as float32, and a number as float64.
         is_rounded = target.is_cuda and target.dtype is torch.float64
-        if "lr" not in kwargs or is_rounded or any(_is_moving(value) for value in rest.values()):
+        if "lr" not in kwargs:
             return None
+        if moving := [key for key, value in rest.items() if _is_moving(value)]:
+            raise CaptureError(
+                f"A schedule moves `{moving[0]}` in each step, which a fused kernel (`{name}`) takes as"
+                " a number alone.",
+                "Leave out `fused=True`, or keep that option constant, to have its step in the graph"
+                " too.",
+                in_optimizer=True,
+            )
+        if is_rounded:
+            raise CaptureError(
+                f"A fused kernel (`{name}`) reads a learning rate from a tensor in 32 bits, which is too"
+                " little for parameters of 64 bits.",
+                "Leave out `fused=True` to have its step in the graph too.",
+                in_optimizer=True,
+            )
         dtype = torch.float32 if target.is_cuda else torch.float64
         return (func(*args, **rest, lr=staged(kwargs["lr"], dtype, None)),)
     base = name.removeprefix("_foreach_")
@@ -283,8 +298,8 @@ def with_tensors(
         return None
     if base == "add" and any(map(_rounds_alpha, operands[0] if is_list else operands[:1])):
         raise CaptureError(
-            "The step of the optimizer adds a multiple of a tensor to one of 16 bits on a CPU, which rounds"
-            " the factor in some elements and not in others.",
+            "The step of the optimizer adds a multiple of a tensor to one of 16 bits on a CPU, which"
+            " rounds the factor in some elements and not in others.",
             "Use parameters of 32 bits to have its step in the graph too.",
             in_optimizer=True,
         )
