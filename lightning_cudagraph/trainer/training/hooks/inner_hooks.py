@@ -191,6 +191,8 @@ class InnerHooks:
         """
         whose = self.around_zero_grad()
         if whose and closure._zero_grad_fn is not None:
+            if self.leave_gradients and not self._is_behind():
+                _refuse_gradients_of_frozen(whose, optimizer)
 
             def zero_grad() -> None:
                 turn(whose, not self.leave_gradients, _drop_gradients)
@@ -269,3 +271,16 @@ class InnerHooks:
 def _drop_gradients(closure: GraphClosure) -> None:
     assert closure._zero_grad_fn is not None
     closure._zero_grad_fn()
+
+
+def _refuse_gradients_of_frozen(whose: str, optimizer: Optimizer) -> None:
+    """Refuse gradients of frozen parameters: only hooks know in which steps they are still there."""
+    for group_idx, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if parameter.grad is not None and not parameter.requires_grad:
+                raise CaptureError(
+                    f"{whose} leaves gradients, also that of parameter {index} in param group {group_idx},"
+                    " which is frozen: the optimizer steps it until the gradient is dropped.",
+                    "Set `parameter.grad = None` where you freeze it.",
+                    in_optimizer=True,
+                )
