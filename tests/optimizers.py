@@ -88,3 +88,29 @@ class CallsTwice(Own):
             for p in group["params"]:
                 p.add_(p.grad, alpha=-group["lr"])
         return loss
+
+
+class Wraps(O.Optimizer):
+    """Steps one of torch's own, which has param groups of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__([*params], {"lr": 1.0})
+        self.inner = O.SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class FusedAndDecayed(O.AdamW):
+    """A fused step, and arithmetic of its own with the learning rate."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2, fused=True)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(1 - group["lr"] * 0.01)
+        return loss

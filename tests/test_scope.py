@@ -22,9 +22,11 @@ from tests.optimizers import (
     CountsInGroup,
     CountsInState,
     CountsOnItself,
+    FusedAndDecayed,
     Own,
     ReadsBack,
     WantsAFloat,
+    Wraps,
 )
 
 O = torch.optim  # noqa: E741
@@ -58,6 +60,7 @@ BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
     "counts-in-group": (CountsInGroup, None, "`k` of param group 0 of .* changed"),
     "reads back": (ReadsBack, None, r"`\.item\(\)`.*found at .*optimizers.py"),
     "wants a float": (WantsAFloat, None, "TypeError: lr must be a float"),
+    "wraps": (Wraps, None, r"keeps a `torch.optim.sgd.SGD` with param groups of its own"),
     "options of NumPy's": (
         lambda p: O.AdamW(p, betas=(np.float64(0.9), np.float64(0.99))),
         None,
@@ -161,7 +164,7 @@ def test_parameters_of_16_bits(tmp_path: Path, accelerator: str, name: str, prec
     assert ("of 16 bits" in str(callback.summary)) is (accelerator in behind)
 
 
-@pytest.mark.parametrize("make_optimizer", [Own, CallsTwice])
+@pytest.mark.parametrize("make_optimizer", [Own, CallsTwice, FusedAndDecayed])
 def test_an_optimizer_of_which_nothing_is_known_is_captured(
     tmp_path: Path, accelerator: str, make_optimizer: Any
 ) -> None:

@@ -28,8 +28,10 @@ __all__ = [
     "HostSide",
     "form_of",
     "host_state_of",
+    "inner_optimizers",
     "is_of_torch",
     "moving_values",
+    "refuse_other_groups",
     "refuse_step_hooks",
     "step_hooks",
 ]
@@ -174,6 +176,29 @@ def _first_hook(optimizer: Optimizer) -> str:
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
     code = getattr(inspect.unwrap(hook), "__code__", None)
     return f"`{name}`" + (f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else "")
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that another one keeps, and may step in its own step."""
+    members = [
+        member
+        for value in vars(optimizer).values()
+        for member in (value if isinstance(value, (list, tuple)) else [value])
+    ]
+    return [member for member in members if isinstance(member, Optimizer)]
+
+
+def refuse_other_groups(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that keeps one with other param groups, of which no value is compared."""
+    known = set(map(id, optimizer.param_groups))
+    for inner in inner_optimizers(optimizer):
+        if not known.issuperset(map(id, inner.param_groups)):
+            raise UnsupportedError(
+                f"`{_name(optimizer)}` keeps a `{_name(inner)}` with param groups of its own, which a"
+                " capture would freeze.",
+                "Let both have the same: `self.param_groups = inner.param_groups`.",
+                in_optimizer=True,
+            )
 
 
 def host_state_of(optimizer: Optimizer, device: torch.device) -> str | None:

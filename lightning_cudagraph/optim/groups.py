@@ -49,9 +49,7 @@ class PreparedGroup:
         self._lr_is_tensor = isinstance(self.group["lr"], Tensor)
         self._mirror: Tensor | None = None
         if form.inspected and not alone and not self._lr_is_tensor:
-            # Fused kernels read the learning rate as float32.
-            dtype = torch.float32 if self.group.get("fused") else torch.float64
-            self._mirror = torch.zeros((), dtype=dtype, device=device)
+            self._mirror = torch.zeros((), dtype=torch.float64, device=device)
         self._mirrored: float | None = None
         self._own: dict[str, Any] = {}  # the user's values, while they are replaced
         self._inside: dict[str, Any] = {}  # their replacements

@@ -28,7 +28,9 @@ from lightning_cudagraph.optim.forms import (
     HostSide,
     form_of,
     host_state_of,
+    inner_optimizers,
     moving_values,
+    refuse_other_groups,
     refuse_step_hooks,
     step_hooks,
 )
@@ -268,8 +270,10 @@ class PreparedOptimizer(EagerOptimizer):
         return tuple(values)
 
     def places(self) -> list[Collection[Any]]:
-        states = [state.values() for state in self.optimizer.state.values() if isinstance(state, dict)]
-        return [*super().places(), self.optimizer.state.values(), *states]
+        every = [self.optimizer, *inner_optimizers(self.optimizer)]
+        kept = [optimizer.state.values() for optimizer in every]
+        states = [state.values() for each in kept for state in each if isinstance(state, dict)]
+        return [*super().places(), *kept, *states]
 
     @property
     def is_left_alone(self) -> bool:
@@ -287,6 +291,7 @@ class PreparedOptimizer(EagerOptimizer):
             self.outcomes.settle()
             self._tensors.gather()
             return
+        refuse_other_groups(self.optimizer)
         reason = host_state_of(self.optimizer, self._device)
         if reason is not None:
             raise UnsupportedError(

@@ -361,13 +361,18 @@ def _as_it_is(number: Tensor, dtype: torch.dtype, neutral: float | None) -> Tens
 
 
 class TensorScalarMode(OwnFunctionMode):
-    """Function mode in which ops take a tensor as `alpha` or `value` without reading it."""
+    """Function mode in which ops take a tensor as `alpha` or `value` without reading it.
+
+    Fused kernels get a learning rate in the precision that they read it in.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = any(isinstance(kwargs.get(name), Tensor) for name in ("alpha", "value"))
+        is_fused = getattr(func, "__name__", "").startswith("_fused_")
+        names = ("lr",) if is_fused else ("alpha", "value")
+        given = any(isinstance(kwargs.get(name), Tensor) for name in names)
         if given and not any_sparse(args):
             done = with_tensors(func, args, kwargs, _as_it_is)
             if done is not None:
