@@ -89,7 +89,7 @@ class HostTensors:
     def _read_on_host(self) -> list[tuple[dict[str, Any], str]]:
         """The 0-dim state that the step reads on the host, wherever it is, and the dictionaries.
 
-        The rest of a parameter's state is on its device, and has its shape, which may be that of a number.
+        The rest of a parameter's state is on its device, and has its shape, which may be a number's.
         """
         groups = [
             (group, self._lists_on_device and _is_on_lists(group))
