@@ -280,7 +280,8 @@ def _refuse_gradients_of_frozen(whose: str, optimizer: Optimizer) -> None:
             if parameter.grad is not None and not parameter.requires_grad:
                 raise CaptureError(
                     f"{whose} leaves gradients, also that of parameter {index} in param group"
-                    f" {group_idx}, which is frozen: the optimizer steps it until the gradient is dropped.",
+                    f" {group_idx}, which is frozen: the optimizer steps it until the gradient is"
+                    " dropped.",
                     "Set `parameter.grad = None` where you freeze it.",
                     in_optimizer=True,
                 )
