@@ -26,12 +26,12 @@ class Classes:
 
     Args:
         objects: the objects.
-        callees: more of them, which may also have functions of their own instead of their class's.
+        owners: those that may also have functions of their own instead of their class's.
     """
 
-    def __init__(self, objects: Iterable[object], callees: Iterable[object] = ()) -> None:
-        self._callees = [*callees]
-        self._objects = [*objects, *self._callees]
+    def __init__(self, objects: Iterable[object], owners: Iterable[object] = ()) -> None:
+        self._owners = [*owners]
+        self._objects = [*objects]
         self._types = [*map(type, self._objects)]
         bases = dict.fromkeys(base for kind in dict.fromkeys(self._types) for base in kind.__mro__)
         self._bases = [
@@ -43,7 +43,7 @@ class Classes:
         self._members = self._members_now()
 
     def _members_now(self) -> Members:
-        return Members([vars(owner).values() for owner in (*self._bases, *self._callees)])
+        return Members([vars(each).values() for each in (*self._bases, *self._owners)])
 
     def _functions_now(self) -> _Functions:
         found: _Functions = {
@@ -52,11 +52,11 @@ class Classes:
             for name, value in vars(base).items()
             if callable(value) or hasattr(type(value), "__get__")
         }
-        for callee in self._callees:
-            kind = type(callee)
-            for name, value in vars(callee).items():
+        for owner in self._owners:
+            kind = type(owner)
+            for name, value in vars(owner).items():
                 if callable(value) and hasattr(kind, name):
-                    found[f"the `{kind.__qualname__}`", id(callee), name] = value
+                    found[f"the `{kind.__qualname__}`", id(owner), name] = value
         return found
 
     def changed(self) -> bool:

@@ -145,7 +145,10 @@ class Structure:
         self.places = Members([m._parameters.values() for m in modules] + others)
         self.hooks = _Hooks(modules, parameters)
         one_of_each = {type(parameter): parameter for parameter in parameters}
-        self.classes = Classes([*modules, *one_of_each.values()], callees)
+        # Strategies have patches of this package, others in an evaluation than in training.
+        callees = [*callees]
+        optimizers = [callee for callee in callees if isinstance(callee, Optimizer)]
+        self.classes = Classes([*modules, *one_of_each.values(), *callees], optimizers)
 
     def changed(self) -> bool:
         """True if anything changed."""
