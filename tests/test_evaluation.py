@@ -680,34 +680,22 @@ def test_effects_of_one_signature(tmp_path: Path, accelerator: str) -> None:
         session.run("validate", batches)
 
 
-class ByHand(Evaluated):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-
-
-@pytest.mark.filterwarnings("ignore:lightning_cudagraph. all steps eager")
+@pytest.mark.filterwarnings("ignore:lightning_cudagraph. all steps eager", "ignore:You have turned on")
 def test_training_without_a_graph(tmp_path: Path, accelerator: str) -> None:
     done = row(
         tmp_path,
         accelerator,
-        ByHand,
+        Evaluated,
         ours=lambda: evaluating(on_unsupported="eager"),
         val_loader=loader(seed=1, batches=4),
         checkpoint_every=0,
+        detect_anomaly=True,
     )
     assert evaluation_of(done.graph).replayed > 5
     assert done.graph.counts.steps == 0
     assert done.graph.callback is not None
     report = str(done.graph.callback.summary)
-    assert "manual optimization" in report
+    assert "detect_anomaly" in report
     assert "  validate  " in report
 
 
