@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_cudagraph.device.emulator import _Recorder
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
-from lightning_cudagraph.device.streams.accesses import _all_of, access_of, made_by, only_looks, pieces
+from lightning_cudagraph.device.streams.accesses import access_of, all_of, made_by, only_looks, pieces
 from lightning_cudagraph.tensors.writes import storage_id, written_by
 
 # Barriers for a capture on several streams; what they write matters to others.
@@ -125,7 +125,7 @@ class Declared(OwnDispatchMode):
                 self.unknown.add(name)
                 if not name.startswith(_CHECKED_ALL_THE_SAME):
                     return
-                writes = [_all_of(tensor) for tensor in written_by(func, args, kwargs)]
+                writes = [all_of(tensor) for tensor in written_by(func, args, kwargs)]
             else:
                 writes = [] if access is None else access.writes
             if access is not None and access.moved():

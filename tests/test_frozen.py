@@ -36,7 +36,7 @@ from lightning_cudagraph import (
 )
 from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.frozen import StepAudit
-from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
 from tests.harness import Net, assert_same, differences, make, train
 
@@ -561,7 +561,7 @@ def test_without_the_audit_it_would_train_wrong(
 ) -> None:
     @contextmanager
     def no_audit(*args: Any) -> Iterator[StepAudit]:
-        yield StepAudit(MentionedNames())
+        yield StepAudit(nn.Module(), torch.device("cpu"), HostRules())
 
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
     monkeypatch.setattr(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.checks.audit.frozen import StepAudit
-from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.traced import Stage
@@ -235,7 +235,7 @@ FAULTS: dict[str, Fault] = {
 
 @contextmanager
 def _no_audit(*args: Any, **kwargs: Any) -> Iterator[StepAudit]:
-    yield StepAudit(MentionedNames())
+    yield StepAudit(nn.Module(), torch.device("cpu"), HostRules())
 
 
 def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:

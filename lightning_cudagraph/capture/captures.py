@@ -17,6 +17,7 @@ from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
+from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.device.refusals import clear_frames
@@ -304,7 +305,6 @@ class Captures(Generic[T]):
                 stack.enter_context(outside_inference_mode())
                 stack.enter_context(self._compiled.one_look())
                 made.append(self._captured(step, signature))
-            self._streams.captured()
             _refuse_shared_memory(step.batch, made[0])
         except BaseException:
             for captured in made:
@@ -320,21 +320,21 @@ class Captures(Generic[T]):
         static = self._graphs.static_of(signature) or StaticBatch(step.batch, signature.reads)
         static.copy_from(step.batch)
 
-        def capture(timed: tuple[bool, ...]) -> CapturedStep[T]:
-            return CapturedStep(
+        def capture() -> CapturedStep[T]:
+            captured: CapturedStep[T] = CapturedStep(
                 self._run.backend,
                 static,
-                step.record,
                 step.parameters(),
-                timed,
                 self._compiled,
                 one_place=step.in_window and step.accumulation == MAKES_GRADIENTS,
             )
+            captured.capture(step.record, first)
+            return captured
 
-        self._streams.settle(
-            lambda: capture((False,)),
-            lambda captured: step.all_state(captured.written),
-        )
-        captured = capture(step.timed_instances if self._graphs.is_timed(signature) else (False,))
+        is_timed = self._graphs.is_timed(signature)
+        first, *others = step.timed_instances if is_timed else (False,)
+        with one_audit():
+            captured = self._streams.capture(capture, lambda captured: step.all_state(captured.written))
+            captured.capture(step.record, *others)
         captured.watch_gradients(step.kept())
         return captured

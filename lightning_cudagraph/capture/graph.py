@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.instances import CaptureInstance, GraphBreak
+from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
@@ -25,7 +26,7 @@ from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["BreakGraph", "CapturedStep", "outside_inference_mode"]
+__all__ = ["BreakGraph", "CapturedStep", "Record", "outside_inference_mode"]
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ T = TypeVar("T")
 # Called by a step at a graph break, with the names of the hooks that run there, and with True if
 # gradients are dropped there: until then, parameters have the gradients of the step before.
 BreakGraph = Callable[[str, bool], None]
+# A step as a function of the static batch, a `BreakGraph`, and True to record timing events.
+Record = Callable[[Any, BreakGraph, bool], T]
 
 
 def _moved(outputs: T, target: Gradients) -> T:
@@ -70,12 +73,8 @@ class CapturedStep(Generic[T]):
     Args:
         backend: the device, or its emulator.
         static: the static batch, filled with a batch.
-        record: the step as a function of the static batch, a `BreakGraph`, and True to record timing
-            events.
-            Runs once for each instance.
         parameters: the parameters with gradients that the step drops and makes, and those with gradients
             that it only adds to.
-        timed: for each instance, True if it has timing events. Instances of one kind form a ring.
         compiled: compiled code in the step. If there is any, a further capture runs the step without
             `torch.compile`, to inspect its Python.
         one_place: all instances write gradients to the same addresses, for steps that add to them.
@@ -86,23 +85,20 @@ class CapturedStep(Generic[T]):
         tape: the ops of the step at its first verification.
         written: the tensors older than the step that it writes.
         has_breaks_anywhere: the step has graph breaks in at least one process of the run.
-
-    Raises:
-        CaptureError: if no graph can hold the step. Gradients, memory and random state are as before.
     """
 
     def __init__(
         self,
         backend: Backend,
         static: StaticBatch,
-        record: Callable[[Any, BreakGraph, bool], T],
         parameters: tuple[list[nn.Parameter], list[nn.Parameter]],
-        timed: Sequence[bool],
         compiled: CompiledCode,
         one_place: bool,
     ) -> None:
         self._backend = backend
         self.static = static
+        self._compiled = compiled
+        self._one_place = one_place
         self._instances: list[CaptureInstance[T]] = []
         self._rings: dict[bool, deque[CaptureInstance[T]]] = {}
         self._last: CaptureInstance[T] | None = None
@@ -112,93 +108,109 @@ class CapturedStep(Generic[T]):
         self.replays = self.mismatches = 0
         self.has_breaks_anywhere = False
         self.written: list[Tensor] = []
-        dropped, added = parameters
-        there = gradients_of(added)
+        self._dropped, added = parameters
         # All instances add to these gradients in place. Kept as aliases: a reference to the gradient
         # itself would count as an external one.
-        self._accumulated = [(parameter, grad.detach()) for parameter, grad in there]
+        self._accumulated = [(parameter, grad.detach()) for parameter, grad in gradients_of(added)]
         # Parameters without a gradient to add to: the step makes one, or leaves the parameter alone. The
         # graph is valid only as long as they have none before the step.
         self._absent = [parameter for parameter in added if parameter.grad is None]
-        self._only_adds = not dropped
-        makes = self._makes = [*dropped, *self._absent]
-        before = [parameter.grad for parameter in makes]
+        self._only_adds = not self._dropped
+        self._makes = [*self._dropped, *self._absent]
+
+    def capture(self, record: Record[T], *timed: bool) -> None:
+        """Capture further instances.
+
+        Args:
+            record: the step; runs once for each instance.
+            timed: for each, True if it has timing events. Instances of one kind form a ring.
+
+        Raises:
+            CaptureError: if no graph can hold the step. Gradients, memory and random state are as
+                before, and all instances are released.
+        """
+        there = gradients_of(parameter for parameter, _ in self._accumulated)
+        before = [parameter.grad for parameter in self._makes]
         try:
-            if compiled.is_called:
-                if compiled.written is None:
-                    compiled.written = self._examined(compiled, record, makes)
+            if self._compiled.is_called and not self._instances:
+                if self._compiled.written is None:
+                    self._compiled.written = self._examined(record)
                     for parameter, grad in there:
                         parameter.grad = grad
                 # No op tells the memory that compiled kernels write.
-                self.written += compiled.written
+                self.written += self._compiled.written
             for is_timed in timed:
-                # Without a gradient to add to, the backward pass makes a new one in the memory pool, at
-                # no cost. The previous instance keeps its own.
-                for parameter in makes:
-                    parameter.grad = None
-                target = self._instances[0].gradients if one_place and self._instances else []
-                breaks: list[GraphBreak] = []
-
-                def cut(hooks: str, drops: bool, breaks: list[GraphBreak] = breaks) -> None:
-                    gradients = [(parameter, parameter.grad) for parameter in makes]
-                    breaks.append(GraphBreak(hooks, drops, gradients))
-                    backend.cut()
-
-                loan = self.static.lend()
-                graph, outputs = backend.capture(
-                    lambda: compiled.held(
-                        lambda: _moved(record(loan.batch, cut, is_timed), target)  # noqa: B023
-                    ),
-                    is_compiled=compiled.is_called,
-                )
-                # Some are added to, or read, and then dropped: they end at an address of the graph.
-                replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
-                made = [*dropped, *replaced]
-                self._instances.append(
-                    CaptureInstance(graph, outputs, [*made, *self._absent], len(made), breaks)
-                )
-                written = backend.written(graph)
-                loan.refuse_changes(written)
-                self.written += written
+                self._instances.append(self._instance(record, is_timed, there))
                 for parameter, grad in there:
                     parameter.grad = grad
             own = {storage_id(gradient) for each in self._instances for _, gradient in each.gradients}
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
             self._rings = {
-                kind: deque(
-                    [each for each, of in zip(self._instances, timed, strict=True) if of is kind]
-                    or self._instances
-                )
+                kind: deque([each for each in self._instances if each.is_timed is kind])
+                or deque(self._instances)
                 for kind in (False, True)
             }
         except BaseException:
             self.release()
             raise
         finally:
-            for parameter, gradient in (*zip(makes, before, strict=True), *there):
+            for parameter, gradient in (*zip(self._makes, before, strict=True), *there):
                 parameter.grad = gradient
 
-    def _examined(
-        self,
-        compiled: CompiledCode,
-        record: Callable[[Any, BreakGraph, bool], T],
-        makes: list[nn.Parameter],
-    ) -> list[Tensor]:
+    def _instance(self, record: Record[T], is_timed: bool, there: Gradients) -> CaptureInstance[T]:
+        """Capture an instance.
+
+        Args:
+            is_timed: it has timing events.
+            there: the gradients that the step only adds to.
+        """
+        # Without a gradient to add to, the backward pass makes a new one in the memory pool, at no cost.
+        # The previous instance keeps its own.
+        for parameter in self._makes:
+            parameter.grad = None
+        target = self._instances[0].gradients if self._one_place and self._instances else []
+        breaks: list[GraphBreak] = []
+
+        def cut(hooks: str, drops: bool) -> None:
+            gradients = [(parameter, parameter.grad) for parameter in self._makes]
+            breaks.append(GraphBreak(hooks, drops, gradients))
+            self._backend.cut()
+
+        loan = self.static.lend()
+        graph, outputs = self._backend.capture(
+            lambda: self._compiled.held(lambda: _moved(record(loan.batch, cut, is_timed), target)),
+            is_compiled=self._compiled.is_called,
+        )
+        # Some are added to, or read, and then dropped: they end at an address of the graph.
+        replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
+        made = [*self._dropped, *replaced]
+        instance = CaptureInstance(graph, outputs, [*made, *self._absent], len(made), breaks, is_timed)
+        try:
+            written = self._backend.written(graph)
+            loan.refuse_changes(written)
+        except BaseException:
+            self._backend.release(graph)
+            raise
+        self.written += written
+        return instance
+
+    def _examined(self, record: Record[T]) -> list[Tensor]:
         """Capture the step without `torch.compile`, to inspect its Python, and release the graph.
 
         Returns:
             The tensors older than the step that it writes.
         """
-        for parameter in makes:
+        for parameter in self._makes:
             parameter.grad = None
 
         def cut(hooks: str, drops: bool) -> None:
             self._backend.cut()
 
         loan = self.static.lend()
-        graph, _ = self._backend.capture(
-            lambda: compiled.left_out(lambda: record(loan.batch, cut, False))
-        )
+        with one_audit():  # compiled code has an audit of its own
+            graph, _ = self._backend.capture(
+                lambda: self._compiled.left_out(lambda: record(loan.batch, cut, False))
+            )
         try:
             written = [*self._backend.written(graph)]  # a copy: the release clears the list
             loan.refuse_changes(written)
@@ -312,6 +324,14 @@ class CapturedStep(Generic[T]):
     def rerun(self) -> None:
         """Replay the first instance on the present static batch, without work on gradients."""
         self._instances[0].graph.replay()
+
+    def stay(self) -> bool:
+        """Let later graphs share the memory pool of this step, which was captured apart.
+
+        Returns:
+            False if they cannot: there are graphs in another pool.
+        """
+        return self._backend.stay(self._instances[0].graph)
 
     def upcoming(self, timed: bool) -> T:
         """Return the static outputs of the instance that `replay` uses next."""

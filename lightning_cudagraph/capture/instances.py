@@ -74,6 +74,7 @@ class CaptureInstance(Generic[T]):
         drops: number of parameters, from the first of `makes`, that have no gradient after the step if
             it makes none.
         breaks: the graph breaks, in the order of the step.
+        is_timed: it has timing events.
 
     Attributes:
         replayed: True from its first replay on.
@@ -86,8 +87,10 @@ class CaptureInstance(Generic[T]):
         makes: list[nn.Parameter],
         drops: int,
         breaks: list[GraphBreak],
+        is_timed: bool,
     ) -> None:
         self.graph = graph
+        self.is_timed = is_timed
         self.replayed = False
         self.outputs = outputs
         self.breaks = breaks

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.graph import BreakGraph
+from lightning_cudagraph.capture.graph import Record
 from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.local import local
@@ -138,7 +138,7 @@ class Step(Replay[T]):
     """
 
     run: Callable[[], object]
-    record: Callable[[Any, BreakGraph, bool], T]
+    record: Record[T]
     rehearse: Callable[[Any], T]
     values: Callable[[T], dict[str, Tensor]]
     state: Callable[[], dict[str, Tensor]]

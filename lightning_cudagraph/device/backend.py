@@ -24,6 +24,7 @@ from lightning_cudagraph.device.sentry.first_refusal import first_refusal_kept
 from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.device.sentry.sentry import HostReads
 from lightning_cudagraph.device.streams.branches import Branches, SentBackError
+from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.device.streams.side_streams import (
     SideStream,
     event_stream,
@@ -79,6 +80,8 @@ class Backend(Protocol):
             are fastest.
         streams: the number of streams that independent ops are captured on.
         barriers: the ops of the last capture that made all streams wait, with their counts.
+        records_flow: record the data flow of captures.
+        flow: the data flow of the last capture, if it was recorded.
         in_graph_break: True at a graph break of a replay. The pool then holds memory that the rest of
             the replay needs, so that no other graph may be replayed.
     """
@@ -86,6 +89,8 @@ class Backend(Protocol):
     in_graph_break: bool
     streams: int
     barriers: dict[str, int]
+    records_flow: bool
+    flow: RecordedFlow | None
     generators: Generators
     device: torch.device
     description: str
@@ -118,7 +123,14 @@ class Backend(Protocol):
         """
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Capture into a pool of its own; graphs captured in the `with` block are released in it."""
+        """Capture into a pool of its own, in the `with` block."""
+
+    def stay(self, graph: Graph) -> bool:
+        """Capture from now on into the pool of a graph that was captured apart.
+
+        Returns:
+            False if there are graphs in the pool that is used now.
+        """
 
     def cut(self) -> None:
         """End a part of the capture at a graph break, and begin the next: the host runs between them."""
@@ -202,7 +214,7 @@ class _Live:
     """A live graph: its pool, its device memory, and the memory outside that it reads and writes."""
 
     graph: Graph
-    pool: tuple[int, int]
+    pool: Any
     taken_bytes: int
     host_memory: HostMemory
     written: list[torch.Tensor]
@@ -227,6 +239,8 @@ class CudaBackend:
         self.device = device
         self.streams = streams
         self.barriers: dict[str, int] = {}
+        self.records_flow = False
+        self.flow: RecordedFlow | None = None
         self.in_graph_break = False
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._side = SideStream(device)
@@ -237,7 +251,7 @@ class CudaBackend:
         self._timing_streams = {self._side_stream: event_stream(device)}
         # Waits for collectives, which run on streams that torch does not expose.
         self._collectives_stream = event_stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
         self._live: list[_Live] = []
         # The timing streams that take part in the capture.
@@ -266,7 +280,7 @@ class CudaBackend:
         keep_all_workspaces(sides)
         # Replays do not wait for what the line above has run on other streams, in memory that they use.
         torch.cuda.synchronize(self.device)
-        if all(live.pool != self._pool for live in self._live):
+        if not self._is_in_use(self._pool):
             # A pool without graphs cannot be used again (an assertion in torch 2.11).
             self._pool = torch.cuda.graph_pool_handle()
         rng_state = self.rng_state()
@@ -276,6 +290,7 @@ class CudaBackend:
         branches = Branches([side.stream for side in sides], graph) if len(sides) > 1 else None
         sentry = MendingSentry(self.generators, memory, branches)
         sentry.writes = Writes(storages_held() if is_compiled else None)
+        self.flow = sentry.flow = RecordedFlow("cuda", self.position) if self.records_flow else None
         failure: BaseException | None = None
         broken: Exception | None = None
         result: Any = None
@@ -359,6 +374,15 @@ class CudaBackend:
             yield
         finally:
             self._pool = pool
+
+    def stay(self, graph: Graph) -> bool:
+        if self._is_in_use(self._pool):
+            return False
+        self._pool = next(live.pool for live in self._live if live.graph is graph)
+        return True
+
+    def _is_in_use(self, pool: Any) -> bool:
+        return any(live.pool == pool for live in self._live)
 
     def _end_capture(self, graph: CudaParts) -> Exception | None:
         """End the capture, on the error path too, so that none stays open; return its error."""
@@ -481,7 +505,8 @@ class CudaBackend:
         return sum(live.taken_bytes for live in self._live)
 
     def workspace_bytes(self) -> int:
-        return sum(side.workspace_bytes() for side in self._sides())
+        snapshot = torch.cuda.memory_snapshot()
+        return sum(side.workspace_bytes(snapshot) for side in self._sides())
 
     def host_value_moved(self) -> bool:
         return any(live.host_memory.moved() for live in self._live)

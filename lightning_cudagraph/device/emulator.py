@@ -41,6 +41,7 @@ from lightning_cudagraph.device.sentry.first_refusal import first_refusal_kept
 from lightning_cudagraph.device.sentry.inductor import refused_on_cpu
 from lightning_cudagraph.device.sentry.sentry import STORAGE, HostReads, Sentry, forbid, user_location
 from lightning_cudagraph.device.streams.dataflow import Placed
+from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.device.streams.tape import Tape
 from lightning_cudagraph.tensors.writes import Writes, storage_id, storages_held, tensors_in, written_by
 
@@ -403,6 +404,8 @@ class EmulatorBackend:
         self.device = torch.device("cpu")
         self.streams = streams
         self.barriers: dict[str, int] = {}
+        self.records_flow = False
+        self.flow: RecordedFlow | None = None
         self.in_graph_break = False
         self.generators = Generators("cpu", torch.default_generator)
         self._recording: EmulatedGraph | None = None
@@ -421,6 +424,9 @@ class EmulatorBackend:
         try:
             recorder = _Recorder(graph, undo, self.generators)
             recorder.writes = Writes(storages_held() if is_compiled else None)
+            self.flow = recorder.flow = (
+                RecordedFlow("cpu", graph.position) if self.records_flow else None
+            )
             with (
                 set_multithreading_enabled(False),
                 _reported_by_torch(),
@@ -447,6 +453,9 @@ class EmulatorBackend:
     @contextmanager
     def apart(self) -> Iterator[None]:
         yield  # emulated graphs share no memory
+
+    def stay(self, graph: Graph) -> bool:
+        return True
 
     def cut(self) -> None:
         assert self._recording is not None

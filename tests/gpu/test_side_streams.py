@@ -249,7 +249,8 @@ _CRITICS = """
 import torch
 from lightning_cudagraph.capture import stream_choice
 from tests.gpu.test_side_streams import train_critics
-stream_choice._LEAST_GAIN = stream_choice._WORTH_TWICE = -10  # the more streams, the better
+stream_choice._LEAST_GAIN = -10
+stream_choice.streams_of = lambda flow: [8]
 torch.testing.assert_close(train_critics(True), train_critics(False), rtol=0, atol=0)
 """
 
@@ -298,3 +299,27 @@ def test_captures_apart_follow_one_another_beside_a_graph_that_lives() -> None:
     assert bool((doubled == 2).all())
     backend.release(lives)
     assert kept.numel() == _MIB
+
+
+def test_later_graphs_share_the_pool_of_one_captured_apart_that_stays() -> None:
+    x = torch.ones(_MIB, device="cuda")
+    backend = CudaBackend(_DEVICE)
+    with backend.on_side_stream():
+        x.mul(2)
+    with backend.apart():
+        lost, _ = backend.capture(lambda: x * 2)
+    with backend.apart():
+        first, tripled = backend.capture(lambda: x * 3)
+    backend.release(lost)
+    assert backend.stay(first)
+    second, fourfold = backend.capture(lambda: x * 4)
+    assert len({live.pool for live in backend._live}) == 1
+    first.replay()
+    second.replay()
+    assert bool((tripled == 3).all())
+    assert bool((fourfold == 4).all())
+    with backend.apart():
+        other, _ = backend.capture(lambda: x * 5)
+    assert not backend.stay(other)  # two graphs are in the other pool
+    for graph in (first, second, other):
+        backend.release(graph)

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from lightning_cudagraph.checks.audit.frozen import StepAudit
-from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.audit.host_calls import HostRules
 from tests.matrix.judge import Case
 from tests.matrix.runs import UNCHECKED
 
 
 @contextmanager
 def _no_audit(*args: Any, **kwargs: Any) -> Iterator[StepAudit]:
-    yield StepAudit(MentionedNames())
+    yield StepAudit(nn.Module(), torch.device("cpu"), HostRules())
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ of objects before and after the step sees changes (`walker.py`), and reads of th
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,6 @@ from torch import nn
 from lightning_cudagraph.checks.audit.host_calls import HostCalls, HostRules, allowance, frozen_read
 from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, nearest_line
 from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
-from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
 from lightning_cudagraph.device.sentry.first_refusal import (
@@ -39,7 +38,7 @@ from lightning_cudagraph.tensors.local import address_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["FrozenIndex", "StepAudit", "effect_error", "frozen_python_audit"]
+__all__ = ["FrozenIndex", "StepAudit", "effect_error", "frozen_python_audit", "one_audit"]
 
 _HOST_HOOK = (
     "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
@@ -64,29 +63,105 @@ class FrozenIndex(HostValue):
     __hash__ = object.__hash__
 
 
-def _nothing() -> None:
-    pass
-
-
-@dataclass
 class StepAudit:
-    """A running audit.
+    """The audit of a step.
+
+    Args:
+        model: the model of the step.
+        device: the device of the step; the graph itself handles the generator of a GPU.
 
     Attributes:
         mentioned: names that the step mentions, complete when the audit ends.
-        check: raises if something has changed so far.
+        state: the objects that the step can change, as they were before it.
+        calls: the hook that watches calls of the step.
         after_backward: the backward pass has ended.
     """
 
-    mentioned: MentionedNames
-    check: Callable[[], None] = _nothing
-    after_backward: bool = False
+    def __init__(self, model: nn.Module, device: torch.device, rules: HostRules) -> None:
+        self._rules = rules
+        self._storages = {
+            name: (tensor, tensor.detach(), address_of(tensor))
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        self._noted = FirstRefusal()
+        self.state = Walk(scope=_scope(rules, device))
+        self.calls = HostCalls(rules, self.state, lambda: self.after_backward)
+        self.mentioned = self.calls.mentioned
+        self.after_backward = False
+
+    def begin(self, noted: FirstRefusal) -> None:
+        """Begin a run of the step.
+
+        Args:
+            noted: gets the first refusal of the run.
+        """
+        self._noted = noted
+        self.after_backward = False
 
     def end_backward(self) -> None:
         """Check the changes so far; later ones come from the optimizer's part of the step."""
         self.check()
         self.after_backward = True
         backward_ended()
+
+    def check(self) -> None:
+        """Refuse the step if it has had an effect so far.
+
+        Raises:
+            CaptureError: naming the effect, with the user's line.
+        """
+        if self._noted.first is not None:  # user code may have caught it
+            self._refuse(self._noted.first)
+        for change in self.state.changes():
+            if not change.is_under(self._rules.harmless):
+                where = self.calls.where(change) or nearest_line(change, self.mentioned.users_code)
+                self._refuse(effect_error(change, where), change.subject)
+        for name, (tensor, _, address) in self._storages.items():
+            if address_of(tensor) != address and name not in self._rules.harmless:
+                where = self.calls.line_of("data")
+                self._refuse(
+                    CaptureError(
+                        f"The training step gives `{name}` another storage (`.data = ...`), which a"
+                        " replay would not do.",
+                        "Write into it: `copy_`, `mul_`, under `torch.no_grad()`.",
+                        location=where,
+                    ),
+                    (name, "data"),
+                )
+
+    def _refuse(self, error: UnsupportedError, subject: Hashable = None) -> None:
+        error.in_optimizer = self.after_backward
+        refuse(error, subject)
+
+    def put_back(self) -> None:
+        """Restore all watched objects."""
+        self.state.put_back()
+        for tensor, as_it_was, address in self._storages.values():
+            if address_of(tensor) != address:
+                tensor.data = as_it_was
+
+
+class _OfThread(threading.local):
+    """The audits that captures of this thread share, by model; None if each has its own."""
+
+    shared: dict[int, StepAudit] | None = None
+
+
+_here = _OfThread()
+
+
+@contextmanager
+def one_audit() -> Iterator[None]:
+    """Let the captures of one step share the audit of the first.
+
+    They run the same Python from the same state, and the first has read nothing that moves. So the calls
+    of the others are not watched, which takes half of the time of a capture. What they change is.
+    """
+    before, _here.shared = _here.shared, {}
+    try:
+        yield
+    finally:
+        _here.shared = before
 
 
 @contextmanager
@@ -113,59 +188,29 @@ def frozen_python_audit(
     Raises:
         CaptureError: naming what would be frozen or lost, with the user's line.
     """
-    storages = {
-        name: (tensor, tensor.detach(), address_of(tensor))
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    state = Walk(scope=_scope(rules, device))
-    calls = HostCalls(rules, state, lambda: audit.after_backward)
-    noted = FirstRefusal()
-
-    def check() -> None:
-        def refuse_here(error: UnsupportedError, subject: Hashable = None) -> None:
-            error.in_optimizer = audit.after_backward
-            refuse(error, subject)
-
-        if noted.first is not None:  # user code may have caught it
-            refuse_here(noted.first)
-        for change in state.changes():
-            if not change.is_under(rules.harmless):
-                where = calls.where(change) or nearest_line(change, calls.mentioned.users_code)
-                refuse_here(effect_error(change, where), change.subject)
-        for name, (tensor, _, address) in storages.items():
-            if address_of(tensor) != address and name not in rules.harmless:
-                where = calls.line_of("data")
-                refuse_here(
-                    CaptureError(
-                        f"The training step gives `{name}` another storage (`.data = ...`), which a"
-                        " replay would not do.",
-                        "Write into it: `copy_`, `mul_`, under `torch.no_grad()`.",
-                        location=where,
-                    ),
-                    (name, "data"),
-                )
-
-    def put_back() -> None:
-        state.put_back()
-        for tensor, as_it_was, address in storages.values():
-            if address_of(tensor) != address:
-                tensor.data = as_it_was
-
-    audit = StepAudit(calls.mentioned, check)
+    shared = {} if _here.shared is None else _here.shared
+    known = shared.get(id(model))
+    audit = known or StepAudit(model, device, rules)
     try:
-        state.add(*_roots(model, trainer, rules, others or {}))
-        with first_refusal_kept() as noted, calls:
+        if known is None:
+            audit.state.add(*_roots(model, trainer, rules, others or {}))
+        else:
+            audit.state.record_again()  # patches of each capture are objects of their own
+        with first_refusal_kept() as noted, audit.calls if known is None else nullcontext():
+            audit.begin(noted)
             yield audit
-        check()
+        audit.check()
         if is_gathering():
-            put_back()
+            audit.put_back()
     except BaseException:
         if is_gathering():
-            check()
-        put_back()
+            audit.check()
+        audit.put_back()
         raise
     finally:
-        state.release()
+        if known is None:
+            audit.state.release()
+    shared[id(model)] = audit
 
 
 def _scope(rules: HostRules, device: torch.device) -> Scope:

@@ -241,6 +241,11 @@ class Walk:
         ignored = self._scope.ignored
         return (moved for moved in node.changes() if (moved.of, moved.path) not in ignored)
 
+    def record_again(self) -> None:
+        """Record the present parts of the same objects."""
+        for node in self._compared_nodes(everything=True):
+            node.parts = node.read()
+
     def put_back(self) -> None:
         """Restore all recorded parts."""
         for node in self._compared_nodes(everything=True):

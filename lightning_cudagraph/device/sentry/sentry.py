@@ -35,6 +35,7 @@ from lightning_cudagraph.device.sentry.first_refusal import one_finding, refuse
 from lightning_cudagraph.device.sentry.hidden_reads import in_op, of_function
 from lightning_cudagraph.device.sentry.known import KnownValues
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode, OwnFunctionMode
+from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.errors import CaptureError, Location, see
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import Writes
@@ -444,6 +445,9 @@ class Sentry(OwnDispatchMode):
     Args:
         device_type: the type of the device that is captured.
         generators: generators that the graph may draw from.
+
+    Attributes:
+        flow: gets the data flow of the ops; None if it is not wanted.
     """
 
     def __init__(self, device_type: str, generators: Generators) -> None:
@@ -453,6 +457,7 @@ class Sentry(OwnDispatchMode):
         self.writes = Writes()
         self.known = KnownValues()
         self.finite_checks = FiniteChecks()
+        self.flow: RecordedFlow | None = None
 
     def __enter__(self) -> Sentry:
         _standing.append(self)
@@ -483,7 +488,10 @@ class Sentry(OwnDispatchMode):
             result = run_collective(func, args, lambda: self.run(func, args, kwargs))
         else:
             with reaching(func, self._device_type, _refuse_unknown):
-                result = self.run(func, args, kwargs)
+                if self.flow is None:
+                    result = self.run(func, args, kwargs)
+                else:
+                    result = self.flow.run(func, args, kwargs, self.run)
         self.writes.note(func, args, kwargs, result)
         self.known.note(func, args, kwargs, result)
         return result

@@ -15,7 +15,7 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.streams.dataflow import Span
 from lightning_cudagraph.tensors.writes import written_by
 
-__all__ = ["Access", "access_of", "made_by", "only_looks", "pieces"]
+__all__ = ["Access", "access_of", "all_of", "made_by", "only_looks", "pieces"]
 
 # Ops that write what they declare and nothing else, as seen in at least one overload
 # (`python -m tests.checked` writes the list). All other ops are barriers.
@@ -112,7 +112,7 @@ def access_of(func: Any, args: Any, kwargs: Any) -> Access | None:
     if any(argument.is_out for argument in func._schema.arguments):
         if not all(tensor.numel() for tensor in written):
             return None  # the op allocates memory for it
-        writes = [_all_of(tensor) for tensor in written]  # its size may change
+        writes = [all_of(tensor) for tensor in written]  # its size may change
     moved_bytes = sum(end - start for start, end in (*reads, *writes))
     cost = 1.0 + moved_bytes / _BYTES_A_KERNEL
     return Access(reads, writes, tensors, cost, [*map(_place, written)])
@@ -162,7 +162,8 @@ def _place(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
     return storage, storage.data_ptr()
 
 
-def _all_of(tensor: Tensor) -> Span:
+def all_of(tensor: Tensor) -> Span:
+    """The addresses of the storage of a tensor."""
     storage, start = _place(tensor)
     return start, start + storage.nbytes()
 

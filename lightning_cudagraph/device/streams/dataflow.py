@@ -164,6 +164,11 @@ class Flow:
         return sum(last >= 0 for last in self._last)
 
     @property
+    def end(self) -> float:
+        """The end of all ops, if each took its cost."""
+        return max((self._ends[last] for last in self._last if last >= 0), default=0.0)
+
+    @property
     def last(self) -> list[int]:
         """The last op of each stream, or -1."""
         return list(self._last)
@@ -281,7 +286,7 @@ class Flow:
             reached = list(map(max, reached, self._after[index]))
 
         # An op that ends before the latest end of all ops delays nothing, and need not begin earlier.
-        soon = max((self._ends[last] for last in self._last if last >= 0), default=0.0) - cost
+        soon = self.end - cost
 
         def begins(stream: int) -> tuple[float, bool, bool, int]:
             last = self._last[stream]

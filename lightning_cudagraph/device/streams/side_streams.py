@@ -167,9 +167,9 @@ class SideStream:
         """
         self._pooled.keep_workspaces()
 
-    def workspace_bytes(self) -> int:
+    def workspace_bytes(self, snapshot: list[dict[str, Any]]) -> int:
         """Device memory of the workspaces, in bytes."""
-        segments = self._pooled.segments(torch.cuda.memory_snapshot())
+        segments = self._pooled.segments(snapshot)
         return sum(segment["total_size"] for segment in segments)
 
 

@@ -1,0 +1,77 @@
+"""The data flow of a capture on one stream, and how many streams it could use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from lightning_cudagraph.device.streams.accesses import access_of, all_of, made_by, only_looks
+from lightning_cudagraph.device.streams.dataflow import Flow, Span
+
+__all__ = ["RecordedFlow", "RecordedOp"]
+
+
+class RecordedOp(NamedTuple):
+    """An op of a capture.
+
+    Attributes:
+        reads: address ranges.
+        writes: address ranges that exist before it.
+        made: address ranges that it allocates.
+        cost: rough estimate of its time, in small kernels.
+    """
+
+    reads: list[Span]
+    writes: list[Span]
+    made: list[Span]
+    cost: float
+
+
+class RecordedFlow:
+    """The ops of a capture, in order.
+
+    Args:
+        device_type: the type of the device.
+        position: returns the position in the capture, which moves with each launch.
+
+    Attributes:
+        ops: the ops; None for a barrier.
+    """
+
+    def __init__(self, device_type: str, position: Callable[[], object]) -> None:
+        self._device_type = device_type
+        self._position = position
+        self._left: object = None
+        self.ops: list[RecordedOp | None] = []
+
+    def run(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
+        """Run an op, and record it."""
+        if only_looks(func):
+            return run(func, args, kwargs)
+        if self.ops and self._position() != self._left:
+            self.ops.append(None)  # work that is no op, or another part
+        access = access_of(func, args, kwargs)
+        result = run(func, args, kwargs)
+        if access is None:
+            self.ops.append(None)
+        else:
+            made = [all_of(tensor) for tensor in made_by(result, access.tensors, self._device_type)]
+            if made or any(tensor.device.type == self._device_type for tensor in access.tensors):
+                self.ops.append(RecordedOp(access.reads, access.writes, made, access.cost))
+        self._left = self._position()
+        return result
+
+    def on(self, streams: int) -> tuple[float, int]:
+        """Place the ops on streams.
+
+        Returns:
+            The time that they take, in small kernels, if none slows another down; and the number of
+            streams that they use.
+        """
+        flow = Flow(streams)
+        for op in self.ops:
+            if op is None:
+                flow.barrier()
+            else:
+                flow.made(flow.add(op.reads, op.writes, op.cost), op.made)
+        return flow.end, flow.used

@@ -1,0 +1,99 @@
+"""The data flow of a capture on one stream tells how many streams are of use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.models import WORKLOADS
+from lightning_cudagraph.capture.stream_choice import streams_of
+from lightning_cudagraph.device.emulator import EmulatedGraph, EmulatorBackend
+from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
+
+
+def _captured(step: Callable[[], Any], streams: int = 1) -> tuple[EmulatedGraph, RecordedFlow]:
+    backend = EmulatorBackend(streams)
+    backend.records_flow = True
+    step()
+    graph, _ = backend.capture(step)
+    assert isinstance(graph, EmulatedGraph)
+    assert backend.flow is not None
+    return graph, backend.flow
+
+
+def _benchmark(name: str) -> Callable[[], None]:
+    """The training step of a model of the benchmarks."""
+    workload = next(each for each in WORKLOADS if each.name == name)
+    module, batch = workload.make(False), workload.batch(False)
+    module.log = lambda *args: None
+    optimizer: Any = module.configure_optimizers()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module.training_step(batch, 0).backward()
+        optimizer.step()
+
+    return step
+
+
+def _chain() -> Callable[[], Tensor]:
+    x = torch.randn(4)
+
+    def step() -> Tensor:
+        y = x
+        for _ in range(50):
+            y = y.cos()
+        return y
+
+    return step
+
+
+# By trials of 2, 4 and 8 on an H200, 4, 8, 4 and 1 are the fastest. (No op of the MLP is on the fourth.)
+@pytest.mark.parametrize(
+    ("make", "useful"),
+    [
+        (lambda: _benchmark("MLP"), [3, 2]),
+        (lambda: _benchmark("DLRM 128"), [8, 4, 2]),
+        (lambda: _benchmark("two critics"), [4, 2]),
+        (_chain, []),
+    ],
+)
+def test_the_streams_that_are_of_use(make: Callable[[], Any], useful: list[int]) -> None:
+    _, flow = _captured(make())
+    assert streams_of(flow) == useful
+
+
+def test_a_capture_on_several_streams_places_ops_as_the_record_does() -> None:
+    step = _benchmark("two critics")
+    _, flow = _captured(step)
+    graph, _ = _captured(step, 4)
+    assert flow.on(4) == (graph.tape._flow.end, graph.tape._flow.used)
+
+
+def test_all_streams_wait_for_what_is_no_op_of_torchs() -> None:
+    x = torch.randn(4)
+    backend = EmulatorBackend()
+    backend.records_flow = True
+
+    def step() -> None:
+        for name in ("cos", "sin"):
+            getattr(x, name)()
+            backend.cut()  # the position in the capture moves without an op
+            getattr(x, name)()
+
+    backend.capture(step)
+    assert backend.flow is not None
+    assert [op is None for op in backend.flow.ops] == [False, True, False, False, True, False]
+    assert backend.flow.on(4) == (pytest.approx(5, abs=0.01), 2)
+
+
+def test_only_what_is_of_the_device_counts() -> None:
+    flow = RecordedFlow("cuda", lambda: 0)
+    x = torch.ones(3)
+    run = lambda func, args, kwargs: func(*args, **kwargs)  # noqa: E731
+    assert flow.run(torch.ops.aten.add.Tensor, (x, x), {}, run).tolist() == [2.0] * 3
+    assert not flow.ops
