@@ -109,9 +109,9 @@ class CUDAGraphCallback(Callback):
         backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` require
             that backend. ``"off"``: a run as without this callback.
         streams: the number of streams for independent ops in a capture, so that small kernels run side
-            by side in a replay. Each stream has its own workspaces. ``"auto"``: 1, 2, 4 or 8, found by
-            short trials from the state before the first capture, which is restored. Each doubling must
-            gain 1 %, and several streams 3 % over one. With a process group, 1.
+            by side in a replay. Each stream has its own workspaces. ``"auto"``: 1 to 8, by the data
+            flow of the step and a short trial from the state before the first capture, which is
+            restored. Several streams must gain 3 % over one. With a process group, 1.
             ``AutoStreams(memory_bytes=...)``: the same, with a bound on the memory beyond one stream.
 
     Attributes:

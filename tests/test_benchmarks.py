@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import optimizers, shapes, surroundings
+from benchmarks import first_replay, optimizers, shapes, surroundings
 from benchmarks.fits import BlockedBatches, Blocks, fits_in_turn
 from benchmarks.host_floor import CALLBACKS, HANDING_OVER, line, rows
 from benchmarks.kineto import CAPTURE, MARK, Trace
@@ -337,6 +337,13 @@ def test_the_surroundings_of_a_step() -> None:
     assert [cells[0] for cells in found] == [f"| {name}" for name in names]
     assert found[0][4] == "1.00 (1.00 to 1.00)"
     assert {len(cells) for cells in found} == {len(WAYS) + 3}
+
+
+def test_the_time_to_the_first_replay(capsys: pytest.CaptureFixture[str]) -> None:
+    first_replay.main(["--models", "two critics", "--streams", "1", "2"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[3:]]
+    assert [row[:2] for row in rows] == [["| two critics", streams] for streams in "1212"]
+    assert all(float(row[2]) > float(row[3]) > 0 for row in rows)
 
 
 def test_the_forms_of_an_optimizer() -> None:

@@ -52,9 +52,7 @@ def check_shared_arguments(
         expected = "a `Verification`, such as `Verification(replays=4)`, or None for no checks"
         raise wrong_argument(owner, "verify", verify, expected)
     if not are_streams(streams):
-        expected = (
-            f'an int from 1 to {MAX_STREAMS}, "auto" for the fastest of 1, 2, 4 and 8, or the same'
-        )
+        expected = f'an int from 1 to {MAX_STREAMS}, "auto" for the fastest number up to 8, or the same'
         raise wrong_argument(
             owner, "streams", streams, f"{expected} within `AutoStreams(memory_bytes=...)`"
         )

@@ -84,8 +84,8 @@ class GraphedStep(Generic[P, R]):
         backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` require
             that backend. ``"off"``: all calls are eager; must be the same in all processes.
         max_graphs: the most signatures of arguments with a graph; calls with others are eager.
-        streams: the number of streams for independent ops in a capture. ``"auto"``: the fastest of 1, 2,
-            4 and 8, or 1 with a process group. ``AutoStreams``: the same with a bound on memory.
+        streams: the number of streams for independent ops in a capture. ``"auto"``: the fastest number
+            up to 8, or 1 with a process group. ``AutoStreams``: the same with a bound on memory.
 
     Raises:
         ConfigurationError: if an argument is invalid.
