@@ -16,6 +16,7 @@ from lightning_cudagraph import CUDAGraphCallback, RunSummary
 from lightning_cudagraph.capture.steps import Phase, StepCounts
 from lightning_cudagraph.timing.readings import step_time as step_time_module
 from lightning_cudagraph.timing.readings.step_time import Plain, StepTime
+from lightning_cudagraph.trainer.training.captured_step.compiled_step import is_step_compiled
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times import baseline
 from tests.harness import Net, Trace, assert_same, loader, make, train
@@ -95,16 +96,61 @@ def test_they_are_a_line_beside_the_replays(tmp_path: Path, accelerator: str) ->
 
 
 @pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("window", [2, 5])
+def test_plain_steps_are_whole_windows(tmp_path: Path, accelerator: str, window: int) -> None:
+    callback = CUDAGraphCallback(timings=None)
+    kwargs: dict[str, Any] = {
+        "accumulate_grad_batches": window,
+        "max_epochs": LONG * window // BATCHES + 1,
+    }
+    plain = fit(tmp_path / "plain", accelerator, None, stops=Stops(15), **kwargs)
+    graph = fit(tmp_path / "graph", accelerator, callback, stops=Stops(15), **kwargs)
+    assert_same(plain, graph)
+    stage = callback.summary.fit
+    assert (stage.warmed_up, stage.plain_steps) == ((3 + 3) * window, 3)
+    assert stage.speedup is not None
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.*deprecated:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:Dynamo does not know how to trace the builtin",
+)
+def test_plain_steps_are_not_compiled_for_this_run(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[bool] = []
+    plainly = TrainingSteps._plainly
+
+    def noting(self: Any, plain: Plain, eagerly: Any) -> Any:
+        def looking() -> Any:
+            compiled.append(is_step_compiled(self._run.module))
+            return eagerly()
+
+        return plainly(self, plain, looking)
+
+    monkeypatch.setattr(TrainingSteps, "_plainly", noting)
+    callback = CUDAGraphCallback(compile=True, timings=None)
+    plain = fit(tmp_path / "plain", accelerator, None)
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        graph = fit(tmp_path / "graph", accelerator, callback)
+    torch.compiler.reset()
+    assert_same(plain, graph)
+    assert compiled == [False] * 3
+    assert callback.summary.fit.plain_steps == 3
+
+
+@pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize(
     "kwargs",
     [
         {"max_epochs": 3},
         {"max_epochs": None, "max_steps": LONG // 2},
-        {"accumulate_grad_batches": 2},
         {"train_loader": loader(ragged=False, batches=6), "max_epochs": LONG},
         {"given": {"warmup_steps": 3}},
     ],
-    ids=["few epochs", "few steps", "accumulation", "short epochs", "a number is given"],
+    ids=["few epochs", "few steps", "short epochs", "a number is given"],
 )
 def test_no_measure_where_it_would_be_none(
     tmp_path: Path, accelerator: str, kwargs: dict[str, Any]
@@ -117,8 +163,7 @@ def test_no_measure_where_it_would_be_none(
     assert callback.summary.fit.plain_steps == 0
     assert callback.summary.fit.speedup is None
     assert "your plain step" not in str(callback.summary)
-    if "accumulate_grad_batches" not in kwargs:
-        assert callback.summary.fit.warmed_up == 3
+    assert callback.summary.fit.warmed_up == 3
 
 
 LONG_RUN: dict[str, Any] = {
@@ -147,19 +192,18 @@ LONG_RUN: dict[str, Any] = {
         ({"max_steps": 1500, "global_step": 1}, 0),
         ({"num_training_batches": 13, "max_epochs": 1000}, 0),
         ({"world_size": 2}, 0),
-        ({"accumulate_grad_batches": 4}, 0),
-        ({"compile": True}, 0),
+        ({"accumulate_grad_batches": 4}, 5),
         ({"measures_plain_steps": False}, 0),
     ],
 )
 @pytest.mark.usefixtures("fast")
 def test_how_many(run: dict[str, Any], expected: int) -> None:
-    asked = {"warmup_steps": 3, "compile": False, "measures_plain_steps": True}
+    asked = {"warmup_steps": 3, "measures_plain_steps": True}
     settings: Any = SimpleNamespace(**{name: run.get(name, value) for name, value in asked.items()})
     trainer: Any = SimpleNamespace(**{name: run.get(name, value) for name, value in LONG_RUN.items()})
     backend: Any = None
     steps = baseline.PlainSteps(trainer, backend, settings)
-    counts = StepCounts(warmed_up=2)
+    counts = StepCounts(warmed_up=8)
     taken = 0
     while steps.next(counts, [torch.zeros(3)]) is not Plain.NOT:
         taken += 1

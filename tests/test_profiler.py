@@ -910,7 +910,7 @@ def test_a_graphed_step(
 
     def step(x: Tensor) -> Tensor:
         with profiler.time("linear"):
-            return net(x).sum()
+            return net(x).sum() + net(x.cos()).sum()  # side by side, on two streams
 
     with GraphedStep(step, modules=net, verify=None, streams=streams) as graphed:
         for _ in range(8):

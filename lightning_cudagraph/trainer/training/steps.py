@@ -30,6 +30,7 @@ from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.tensors.recomputed import detach_recomputed
 from lightning_cudagraph.timing.readings.step_time import Plain
 from lightning_cudagraph.trainer.training.after_replay import AfterReplay
+from lightning_cudagraph.trainer.training.captured_step.compiled_step import uncompiled
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
 from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
 from lightning_cudagraph.trainer.training.closures import GraphClosure
@@ -124,9 +125,11 @@ class TrainingSteps:
                 self._engine.counts.note_eager(reason)
             with run.backend.on_side_stream():
                 return eagerly()
-        plain = self._plain.next(self._engine.counts, closure.batch)
+        plain = self._plain.next(self._engine.counts, closure.batch, closure.drops_gradients)
         if plain is not Plain.NOT and not self._engine.given_up:
-            return self._plainly(plain, eagerly)
+            result = self._plainly(plain, eagerly)
+            run.times.pace.tick(Phase.WARMING, plain)
+            return result
         if part.behind is not None:
             # The closure alone is captured, in the call that the optimizer makes of it.
             with part.arithmetic(optimizer, capturing=False):
@@ -144,19 +147,17 @@ class TrainingSteps:
         )
         return self._take(closure, body, eagerly)
 
-    def _plainly(self, plain: Plain, eagerly: Callable[[], Any]) -> Any:
+    def _plainly(self, plain: Plain, eagerly: Callable[[], R]) -> R:
         """Do a warm-up step that is not watched, to measure the eager step time."""
-        backend, times = self._run.backend, self._run.times
         self.is_in_step = True
         try:
-            with backend.on_side_stream():
+            with self._run.backend.on_side_stream(), uncompiled(self._run.module):
                 result = eagerly()
         finally:
             self.is_in_step = False
         if plain is Plain.LAST:
-            backend.synchronize()
+            self._run.backend.synchronize()
         self._engine.counts.warmed_up += 1
-        times.pace.tick(Phase.WARMING, plain)
         return result
 
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
@@ -169,6 +170,11 @@ class TrainingSteps:
         if self._is_in_optimizer:
             with self._part.optimizer.floats_inside():
                 return eagerly()
+        if self._part.behind is None and not self._engine.given_up:
+            counts, drops = self._engine.counts, closure.drops_gradients
+            kind = self._plain.next(counts, closure.batch, drops, steps=False)
+            if kind is not Plain.NOT:
+                return self._plainly(kind, eagerly)
         # The optimizer steps eagerly after the replay, or not at all on this batch.
         body = StepBody(
             lambda inner: inner(),

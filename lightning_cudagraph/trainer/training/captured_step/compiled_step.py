@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_cudagraph.compat.method_patches import MethodPatch, patch_method
+from lightning_cudagraph.compat.method_patches import MethodPatch, in_place, patch_method
 
-__all__ = ["compile_step", "is_step_compiled", "logging_uncompiled"]
+__all__ = ["compile_step", "is_step_compiled", "logging_uncompiled", "uncompiled"]
 
 _STEP = "training_step"
 _LOGGING = ("log", "log_dict")
@@ -33,6 +33,14 @@ def compile_step(module: pl.LightningModule, device: torch.device, patches: Exit
     backend = "aot_eager" if device.type == "cpu" else "inductor"
     compiled = torch.compile(getattr(module, _STEP), backend=backend)
     patch_method(module, _STEP, compiled, patches, _CompiledStep)
+
+
+@contextmanager
+def uncompiled(module: pl.LightningModule) -> Iterator[None]:
+    """Undo `compile_step` in the `with` block."""
+    step = vars(module).get(_STEP)
+    with in_place(module, _STEP, step.__wrapped__) if type(step) is _CompiledStep else nullcontext():
+        yield
 
 
 class _LoggingUncompiled:

@@ -25,18 +25,27 @@ _SHARE = 1 / 500
 class PlainSteps:
     """Selection of the unwatched steps, between the last but one and the last step of the warm-up.
 
-    There are none in a short run or one of unknown length, on the emulator, if a step is not one
-    batch in one process, or if steps are compiled for this run only. If the user sets the number of
-    warm-up steps, there are none either.
+    A step is a whole accumulation window. There are none in a short run or one of unknown length, on the
+    emulator, in several processes, which would have to agree on each, or if the user sets the number of
+    warm-up steps.
     """
 
     def __init__(self, trainer: pl.Trainer, backend: Backend, settings: Settings) -> None:
-        self._watched_before = settings.warmup_steps - 1
+        self._window = trainer.accumulate_grad_batches
+        self._watched_before = (settings.warmup_steps - 1) * self._window
         self._left = _number(trainer, backend, settings)
         self._looks: list[Any] | None = None
+        self._has_begun = False
 
-    def next(self, counts: StepCounts, batch: Any) -> Plain:
-        """Classify the next step; `counts` are those of the steps before it."""
+    def next(self, counts: StepCounts, batch: Any, begins: bool = True, steps: bool = True) -> Plain:
+        """Classify the next batch.
+
+        Args:
+            counts: those of the batches before it.
+            batch: the batch.
+            begins: it is the first of its accumulation window.
+            steps: it is the last.
+        """
         if not self._left:
             return Plain.NOT
         looks = [
@@ -47,9 +56,13 @@ class PlainSteps:
         if counts.eager or counts.captures or (self._looks is not None and looks != self._looks):
             self._left = 0  # steps that differ do not compare with those that are replayed
         self._looks = looks
-        if not self._left or counts.warmed_up < self._watched_before:
+        if not self._left:
             return Plain.NOT
-        self._left -= 1
+        begins = begins or self._window == 1
+        self._has_begun |= begins and counts.warmed_up >= self._watched_before
+        if not self._has_begun:
+            return Plain.NOT
+        self._left -= steps
         return Plain.ONE if self._left else Plain.LAST
 
 
@@ -59,18 +72,18 @@ def has_speed(backend: Backend) -> bool:
 
 
 def _number(trainer: pl.Trainer, backend: Backend, settings: Settings) -> int:
-    is_one_batch = trainer.accumulate_grad_batches == 1 and trainer.world_size == 1
-    if not (settings.measures_plain_steps and is_one_batch and has_speed(backend)) or settings.compile:
+    if not (settings.measures_plain_steps and trainer.world_size == 1 and has_speed(backend)):
         return 0
     max_steps = _limit(trainer.max_steps)
-    batches = float(trainer.num_training_batches)  # infinite, if the loader has no length
-    if batches == max_steps == float("inf"):
+    # Infinite, if the loader has no length.
+    in_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
+    if in_epoch == max_steps == float("inf"):
         return 0  # it may end at any step
     epochs = _limit(trainer.max_epochs) - trainer.current_epoch
-    steps = min(max_steps - trainer.global_step, batches * epochs if epochs > 0 else 0)
+    steps = min(max_steps - trainer.global_step, in_epoch * epochs if epochs > 0 else 0)
     n = int(min(_MOST, steps * _SHARE))
     # A pause in the middle of them would spoil the measurement.
-    return n if n >= _LEAST and batches > settings.warmup_steps + n else 0
+    return n if n >= _LEAST and in_epoch > settings.warmup_steps + n else 0
 
 
 def _limit(number: int | None) -> float:
