@@ -258,6 +258,36 @@ class SchedulesInBetween(Schedules):
         return self.learn_generator(batch[0])
 
 
+class Logs(Schedules):
+    """Logs the rate that its scheduler has moved on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class StepsAgain(Schedules):
+    """Steps torch's own optimizer once more, which Lightning does not see."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        self.trainer.optimizers[0].step()
+
+
+class OwnScheduler(OneNet):
+    """A scheduler that the trainer does not know, and that moves no rate in the captured step."""
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), _ = super().configure_optimizers()
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, WARMUP + 4)
+        return optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.learn_generator(batch[0])
+        self.scheduler.step()
+        return loss
+
+
 class Items(OneNet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.learn_generator(batch[0])
@@ -268,6 +298,9 @@ class Items(OneNet):
 REFUSED = {
     "batch_idx": (Reads, "`batch_idx`"),
     "scheduler": (SchedulesInBetween, "Call the scheduler at the end of the step"),
+    "a rate that has moved": (Logs, "reads a learning rate after its scheduler has moved it"),
+    "a step after the scheduler": (StepsAgain, "reads a learning rate after its scheduler has moved it"),
+    "own scheduler": (OwnScheduler, r"`LRScheduler\.step`"),
     "item": (Items, r"`\.item\(\)`"),
 }
 

@@ -77,8 +77,26 @@ class ScalesTwo(Scales):
         return self.optimizers_
 
 
+class ScalesTwice(Scales):
+    """Two steps of one optimizer, of which one or the other overflows."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        for half in (x[::2], x[1::2]):
+            self.optimizer.zero_grad()
+            loss = self.net(half).square().mean()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return loss
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        if index >= 10:
+            x = x.index_fill(0, torch.tensor([index % 3], device=x.device), torch.inf)
+        return step(x, y)
+
+
 # The gradients of the second's parameters are added to, and then dropped: learned in two more steps.
-@pytest.mark.parametrize(("loop", "replays"), [(Scales, 21), (ScalesTwo, 19)])
+@pytest.mark.parametrize(("loop", "replays"), [(Scales, 21), (ScalesTwo, 19), (ScalesTwice, 21)])
 def test_fp16(accelerator: str, loop: type[Loop], replays: int) -> None:
     step = assert_equal_runs(lambda: loop(device_of(accelerator)), replays)
     assert not step.summary.calls.eager

@@ -14,6 +14,7 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.forms import Form
 from lightning_cudagraph.optim.host_program import HostScalar
 from lightning_cudagraph.optim.traced import TracedStep
+from lightning_cudagraph.tensors.host_values import value_of
 
 __all__ = ["PreparedGroup", "check_group"]
 
@@ -134,6 +135,7 @@ class PreparedGroup:
         Returns:
             True if the user's options have changed since the last call in this capture.
         """
+        value_of(self.group["lr"])  # which a scheduler may have moved on
         before = dict(self._own)
         if self._mirror is not None:
             self._inside = {"lr": self._mirror}

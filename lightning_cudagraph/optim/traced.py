@@ -134,7 +134,8 @@ class TracedStep(OwnFunctionMode):
         # The slot of each node, and of its numbers that are neutral in a skipped step.
         self._staged: dict[tuple[int, float | None], int] = {}
         self._numbers: Tensor | None = None
-        self._casts: dict[tuple[torch.dtype, bool], Tensor] = {}
+        # By type, and the gate of the step that they are neutral in.
+        self._casts: dict[tuple[torch.dtype, Gate | None], Tensor] = {}
 
     @property
     def _gate(self) -> Gate | None:
@@ -273,18 +274,18 @@ class TracedStep(OwnFunctionMode):
         slot = self._staged.setdefault((node, neutral), len(self._staged))
         if slot >= self._stage.numbers.shape[0]:
             raise _refused("computes more numbers on the host than a graph has room for")
-        kind = dtype, neutral is not None
+        kind = dtype, None if neutral is None else self._gate
         if kind not in self._casts:
             self._casts[kind] = self._column(*kind)
         return self._casts[kind][slot]
 
-    def _column(self, dtype: torch.dtype, is_neutral: bool) -> Tensor:
+    def _column(self, dtype: torch.dtype, gate: Gate | None) -> Tensor:
         done, skipped, neutral = self._stage.numbers.unbind(1)
-        gate = self._gate
         if self._numbers is None:
-            self._selects = gate is not None
-            self._numbers = done if gate is None else torch.where(gate.last_was_skipped, skipped, done)
-        if gate is None or not is_neutral:
+            first = self._gate
+            self._selects = first is not None
+            self._numbers = done if first is None else torch.where(first.last_was_skipped, skipped, done)
+        if gate is None:
             return self._numbers.type(dtype)
         return torch.where(gate.skip, neutral, self._numbers).type(dtype)
 

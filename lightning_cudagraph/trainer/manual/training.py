@@ -19,6 +19,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.frozen import FrozenIndex
 from lightning_cudagraph.checks.audit.host_calls import HostRules
@@ -27,14 +28,17 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.compat.method_patches import in_place, patch_method
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
-from lightning_cudagraph.errors import CaptureError, UnsupportedError, Wording, see
+from lightning_cudagraph.device.sentry.first_refusal import refuse
+from lightning_cudagraph.device.sentry.sentry import user_location
+from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, Wording, see
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, StepRecorder, StepResult
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun, StepSettings
 from lightning_cudagraph.graphed_step.step import GraphedStep
-from lightning_cudagraph.graphed_step.surroundings import optimizer_inside, scaler_calls
+from lightning_cudagraph.graphed_step.surroundings import optimizer_inside
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
+from lightning_cudagraph.tensors.host_values import HostValue
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.config.settings import Settings
@@ -86,7 +90,7 @@ class ManualTraining:
         optimizers = {f"optimizers[{i}]": each for i, each in enumerate(trainer.strategy.optimizers)}
         self._run = _ManualRun(
             StepFunction(
-                _of_strategy(self._step),
+                _of_strategy(self._step, surroundings),
                 module,
                 optimizers,
                 surroundings.scaler(),
@@ -181,10 +185,13 @@ def _check(module: pl.LightningModule) -> None:
             )
 
 
-def _of_strategy(step: Callable[..., Any]) -> Callable[..., Any]:
+def _of_strategy(step: Callable[..., Any], surroundings: _WholeStep) -> Callable[..., Any]:
     # A function of this module: with a bound method, the audit would take the strategy for the user's.
     def training_step(*args: Any) -> Any:
-        return step(*args)
+        try:
+            return step(*args)
+        finally:
+            surroundings.scheduled.restore()
 
     return training_step
 
@@ -194,19 +201,22 @@ class _WholeStep(ManualOptimization):
 
     metrics: StepMetrics
 
+    def __init__(self, trainer: pl.Trainer) -> None:
+        super().__init__(trainer)
+        self.scheduled = _Scheduled()
+
     def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
-        rules = self.rules_with_logs(harmless, scaler)
-        return replace(rules, refused=scaler_calls(scaler))
+        # Not those of the trainer: `noted` replaces their `step`.
+        return self.rules_with_logs(harmless, scaler)
 
     @contextmanager
     def noted(self, notes: list[Callable[[], object]]) -> Iterator[None]:
-        scheduled: set[int] = set()
         with super().noted(notes), ExitStack() as stack:
             for config in self._trainer.lr_scheduler_configs:
-                step = _noting_step(notes, config.scheduler, scheduled)
+                step = _noting_step(notes, config.scheduler, self.scheduled)
                 stack.enter_context(in_place(config.scheduler, "step", step))
             for wrapper in self._wrappers():
-                step = _refusing_step(wrapper, scheduled)
+                step = _refusing_step(wrapper, self.scheduled)
                 stack.enter_context(in_place(wrapper, "_on_before_step", step))
             yield
 
@@ -216,35 +226,78 @@ class _WholeStep(ManualOptimization):
         self.metrics.tell_reads(mentioned)
 
 
+class _MovedRate(HostValue):
+    """A learning rate that a scheduler has moved on; each read is refused."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate, _refuse_read)
+
+
+class _Scheduled:
+    """The optimizers that schedulers have moved on in the step under capture.
+
+    Their learning rates move after the replay. A step that reads one of them before is refused.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[int, list[tuple[dict[str, Any], Any]]] = {}
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return id(optimizer) in self._rates
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Refuse reads of the learning rates of an optimizer from now on."""
+        if optimizer in self:
+            return
+        self._rates[id(optimizer)] = [(group, group["lr"]) for group in optimizer.param_groups]
+        for group, rate in self._rates[id(optimizer)]:
+            # A number for a tensor too: C code would take a `HostValue` for it.
+            group["lr"] = _MovedRate(0.0 if isinstance(rate, Tensor) else rate)
+
+    def restore(self) -> None:
+        """Restore the learning rates, at the end of a step."""
+        rates, self._rates = self._rates, {}
+        for group, rate in (each for groups in rates.values() for each in groups):
+            group["lr"] = rate
+
+
+def _refuse_read() -> None:
+    refuse(_moved("The step reads a learning rate after its scheduler has moved it;", user_location()))
+
+
+def _moved(what: str, where: Location | None = None) -> CaptureError:
+    return CaptureError(
+        f"{what} the rate moves after the replay.",
+        "Call the scheduler at the end of the step." + see("manual_optimization"),
+        location=where,
+    )
+
+
 def _noting_step(
-    notes: list[Callable[[], object]], scheduler: Any, scheduled: set[int]
+    notes: list[Callable[[], object]], scheduler: Any, scheduled: _Scheduled
 ) -> Callable[..., None]:
     """Replacement of a scheduler's `step`: the rate moves after each replay, for the next step."""
     step = scheduler.step
 
-    def note(*args: Any) -> None:
-        if args:
+    def note(*args: Any, **kwargs: Any) -> None:
+        for given in (*args, *kwargs.values()):
             raise CaptureError(
-                f"`{type(scheduler).__qualname__}.step` is given {args[0]!r} in the step.",
+                f"`{type(scheduler).__qualname__}.step` is given {given!r} in the step.",
                 "Call it in `on_train_epoch_end`.",
             )
-        scheduled.add(id(optimizer_inside(scheduler.optimizer)))
+        scheduled.add(optimizer_inside(scheduler.optimizer))
         notes.append(step)
 
     return note
 
 
-def _refusing_step(wrapper: LightningOptimizer, scheduled: set[int]) -> Callable[[], None]:
+def _refusing_step(wrapper: LightningOptimizer, scheduled: _Scheduled) -> Callable[[], None]:
     """Replacement of a counter: an optimizer steps with the rate that the replay begins with."""
     count = wrapper._on_before_step
 
     def check() -> None:
-        if id(optimizer_inside(wrapper)) in scheduled:
-            raise CaptureError(
-                "An optimizer steps after its scheduler in one `training_step`; its learning rate moves"
-                " after the replay.",
-                "Call the scheduler at the end of the step." + see("manual_optimization"),
-            )
+        if optimizer_inside(wrapper) in scheduled:
+            raise _moved("An optimizer steps after its scheduler in one `training_step`;")
         count()
 
     return check
@@ -271,6 +324,8 @@ def _checked(leaf: Any) -> Any:
             "The output of `training_step` holds `batch_idx`, which would stay what it is in this step.",
             "Leave it out: `on_train_batch_end` is given it.",
         )
+    if isinstance(leaf, _MovedRate):
+        _refuse_read()
     if isinstance(leaf, Later):
         leaf.refuse()
     return leaf
