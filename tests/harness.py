@@ -210,6 +210,7 @@ class _Watcher(Callback):
             {
                 "weights": pl_module.state_dict(),
                 "optimizer": trainer.optimizers[0].state_dict(),
+                "other_optimizers": [each.state_dict() for each in trainer.optimizers[1:]],
                 "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
                 "rng_cpu": torch.get_rng_state(),
                 "rng_device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
