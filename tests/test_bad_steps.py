@@ -43,7 +43,7 @@ class Mask(Net):
 class BatchIdx(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
-        return loss * (1 + batch_idx % 2)  # BAD
+        return loss * (1 + batch_idx)  # BAD
 
 
 class GlobalStep(Net):

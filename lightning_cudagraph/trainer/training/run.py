@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import lightning.pytorch as pl
 
+from lightning_cudagraph.checks.audit.frozen import moving_number
 from lightning_cudagraph.checks.guards.guards import (
     GuardedValues,
     Guards,
@@ -14,6 +15,7 @@ from lightning_cudagraph.checks.guards.guards import (
 )
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.tensors.host_values import HostReads, HostValue
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.host_rules import (
     OWN_ATTRIBUTES,
@@ -32,6 +34,8 @@ from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
 from lightning_cudagraph.trainer.training.times.run_times import RunTimes
 
 __all__ = ["TrainingRun"]
+
+_INDEX = "batch_idx"
 
 
 @dataclass
@@ -78,6 +82,16 @@ class TrainingRun:
     def steps_before(self) -> int:
         """Number of optimizer steps before the one that the current batch belongs to."""
         return self.optimization.optim_progress.optimizer_steps
+
+    def beside(self, batch_idx: int) -> dict[str, int]:
+        """The numbers beside a batch that its step may read in part, by name."""
+        return {} if _INDEX in self.settings.harmless else {_INDEX: batch_idx}
+
+    def noted(self, reads: HostReads | None, batch_idx: int) -> int | HostValue:
+        """The index of a batch for a capture of its step, which notes what is read of it."""
+        if reads is None or _INDEX in self.settings.harmless:
+            return batch_idx
+        return moving_number(reads, _INDEX, batch_idx, self.settings.max_graphs)
 
 
 def _guards(run: TrainingRun) -> Guards:

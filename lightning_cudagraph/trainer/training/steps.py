@@ -218,7 +218,15 @@ class TrainingSteps:
         total, current = progress.total, progress.current
         timed = self._clock.is_due(total.completed)
         between = partial(self._between, batch, batch_idx, steps)
-        replay = Replay(batch, accumulation, timed, self._upcoming, self._clock.copying, between)
+        replay = Replay(
+            batch,
+            accumulation,
+            timed,
+            self._upcoming,
+            self._clock.copying,
+            between,
+            beside=self._run.beside(batch_idx),
+        )
         if steps:
             total.ready += 1
             current.ready += 1
@@ -303,7 +311,9 @@ class TrainingSteps:
         def record(batch: Any, cut: BreakGraph, timed: bool) -> StepOutputs:
             with run.replicas.undone():  # each capture instance begins in the same state
                 timings = run.settings.timings if timed else None
-                outputs = recorder.record(batch, closure, body, timings, cut, place())
+                reads = None if step.signature is None else step.signature.reads
+                index = run.noted(reads, closure.batch_idx)
+                outputs = recorder.record(batch, closure, body, timings, cut, place(), index)
             outputs.is_measured = self._engine.is_timed(step.signature)
             return outputs
 
@@ -316,6 +326,7 @@ class TrainingSteps:
         step = Step(
             batch=closure.batch,
             accumulation=accumulation,
+            beside=run.beside(closure.batch_idx),
             timed=timed,
             upcoming=self._upcoming,
             copying=self._clock.copying,
@@ -325,7 +336,9 @@ class TrainingSteps:
             run=lambda: self._eager.run(eagerly),
             run_last=run_last if run.settings.timings is not None else None,
             record=record,
-            rehearse=lambda batch: recorder.record(batch, closure, body, None, None, place()),
+            rehearse=lambda batch: recorder.record(
+                batch, closure, body, None, None, place(), closure.batch_idx
+            ),
             values=StepOutputs.values,
             state=lambda: {
                 **self._part.state(accumulation, self._makes_gradients(accumulation)),

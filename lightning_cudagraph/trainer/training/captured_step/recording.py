@@ -15,14 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.graph import BreakGraph
-from lightning_cudagraph.checks.audit.frozen import FrozenIndex, StepAudit, frozen_python_audit
+from lightning_cudagraph.checks.audit.frozen import StepAudit, frozen_python_audit
 from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.device.sentry.compiled import recompilation
-from lightning_cudagraph.device.sentry.first_refusal import going_on, refuse
+from lightning_cudagraph.device.sentry.first_refusal import going_on
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
-from lightning_cudagraph.tensors.host_values import value_of
+from lightning_cudagraph.tensors.host_values import HostValue, value_of
 from lightning_cudagraph.tensors.recomputed import recomputed_apart
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
@@ -69,6 +69,7 @@ class Recorder:
         timings: LayerTimings | None,
         cut: BreakGraph | None,
         place: Hashable,
+        batch_idx: int | HostValue,
     ) -> StepOutputs:
         """Run a step on the static batch.
 
@@ -79,6 +80,7 @@ class Recorder:
             timings: the timed layers, or None for no events.
             cut: called at each graph break; None outside of a capture.
             place: the kind of step: its accumulation phase and batch signature.
+            batch_idx: the index that the step gets.
 
         Raises:
             CaptureError: if the step has an effect on the host that a replay would not have.
@@ -108,7 +110,7 @@ class Recorder:
             return loss
 
         inner = self._run.optimization.closure_for_capture(
-            self._arguments(batch, closure), body.optimizer.optimizer, closure.batch_idx, call
+            _arguments(batch, closure, batch_idx), body.optimizer.optimizer, closure.batch_idx, call
         )
         if marks is not None:
             inner._step_fn = timed_forward(inner._step_fn, marks)
@@ -199,13 +201,6 @@ class Recorder:
         """Layers and stages that no captured timed step has times of, with the reason."""
         return self._untimed or {}
 
-    def _arguments(self, batch: Any, closure: GraphClosure) -> OrderedDict[str, Any]:
-        arguments = OrderedDict(closure.kwargs)
-        arguments[next(iter(arguments))] = batch
-        if "batch_idx" in arguments and "batch_idx" not in self._harmless:
-            arguments["batch_idx"] = FrozenIndex("batch_idx", closure.batch_idx)
-        return arguments
-
     def _trained(self, before: Mapping[int, _Gradient]) -> dict[str, nn.Parameter]:
         """The parameters with gradients that the step has written, and not the host before it."""
         return {
@@ -236,6 +231,14 @@ class Recorder:
             self._module._current_fx_name = fx_name
 
 
+def _arguments(batch: Any, closure: GraphClosure, batch_idx: int | HostValue) -> OrderedDict[str, Any]:
+    arguments = OrderedDict(closure.kwargs)
+    arguments[next(iter(arguments))] = batch
+    if "batch_idx" in arguments:
+        arguments["batch_idx"] = batch_idx
+    return arguments
+
+
 def _run_body(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -> None:
     """Run the step; mark an error as the optimizer's if it comes after the backward pass."""
     try:
@@ -263,12 +266,4 @@ def _gradient(parameter: nn.Parameter) -> _Gradient:
 
 
 def _detached(leaf: Any) -> Any:
-    if isinstance(leaf, FrozenIndex):
-        refuse(
-            CaptureError(
-                "The output of `training_step` holds `batch_idx`, which would stay what it is in this"
-                " step.",
-                "Leave it out: `on_train_batch_end` is given it.",
-            )
-        )
     return leaf.detach() if isinstance(leaf, Tensor) else value_of(leaf)
