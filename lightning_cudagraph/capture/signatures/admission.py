@@ -110,8 +110,8 @@ class Admission(Generic[T]):
 
     def _another(self, signature: Signature) -> str:
         wording, first = self._run.wording, self._first
-        if first is None:
-            return f"a {wording.signature} that has not come often enough, and none has a graph yet"
+        if first is None or first == signature:
+            return f"a {wording.signature} that has not come often enough to get a graph"
         return f"another {wording.signature}: {wording.of(first.difference(signature))}"
 
     @property
