@@ -36,7 +36,6 @@ __all__ = ["Captures"]
 
 T = TypeVar("T")
 
-_READS_ANOTHER = "the first capture that reads a host value, which another step had in its warm-up"
 _REPORT_IT = "This is a bug in `lightning_cudagraph`: please report it."
 
 
@@ -137,7 +136,8 @@ class Captures(Generic[T]):
         """Capture a step, in all processes or in none.
 
         Returns:
-            The captured step. Or None, the reason, and True if user code in this process raised it.
+            The captured step. Or None, the reason, and True if user code in this process raised it. The
+            reason is empty if the step has read a host value that other steps had in its warm-up.
 
         Raises:
             UnsupportedError: if the step cannot be captured and `on_unsupported="raise"`. It names all
@@ -154,7 +154,7 @@ class Captures(Generic[T]):
         if tried.captured is not None:
             self._count(step, (perf_counter() - started_s) * 1e3)
         if tried.reads_another:
-            return None, _READS_ANOTHER, False
+            return None, "", False
         if (failure := tried.failure) is not None:
             tried.failure = None
             try:

@@ -178,6 +178,10 @@ class StepEngine(Generic[T]):
             self._admission.make_room(signature)
             refresh(None)
             captured, reason, raised = self._captures.attempt(step, signature)
+            if captured is None and not reason:
+                self._copies.put_back()
+                step.signature = self._graphs.signature_of(step)
+                return self._warm_up(step, step.signature)
             if captured is None:
                 # Outside the handler: the error and the tensors in its frames are free by now. If user
                 # code raised it, the eager step raises it again, with the usual effects.

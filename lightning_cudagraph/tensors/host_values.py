@@ -274,7 +274,9 @@ class HostReads:
         self.has_lent_parts = False
 
     def forget(self) -> None:
-        """Forget what was read, by graphs that are released."""
+        """Forget what released graphs have read, if it is much: the step may read other things now."""
+        if all(len(reads) < _MAX_READS // 4 for reads in self._of.values()):
+            return
         self._lines.clear()
         self._of.clear()
         self.version += 1

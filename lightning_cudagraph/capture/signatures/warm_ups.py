@@ -58,7 +58,12 @@ class WarmUps:
     def begin(self, signature: Signature, is_later: bool = False) -> None:
         """Begin the warm-up of a signature, a short one if it comes later than others."""
         make_room(self._begun)
-        self._begun[signature] = _WarmUp(min(_LATER_STEPS, self._steps) if is_later else self._steps)
+        warm_up = _WarmUp(min(_LATER_STEPS, self._steps) if is_later else self._steps)
+        for other in self._begun.values():
+            for accumulation, done in other.done.items():
+                same = [each for each in done if each == signature]
+                warm_up.done.setdefault(accumulation, []).extend(same)
+        self._begun[signature] = warm_up
 
     def done(self, signature: Signature, accumulation: AccumulationPhase) -> None:
         """Count a step that has returned."""
