@@ -42,7 +42,7 @@ class WarmUps:
 
     def left(self, signature: Signature, accumulation: AccumulationPhase) -> int:
         """Return the number of warm-up steps left before a capture."""
-        if (warm_up := self._begun.get(signature)) is None:
+        if (warm_up := self._of(signature)) is None:
             return self._steps
         done = sum(each == signature for each in warm_up.done.get(accumulation, ()))
         return max(warm_up.steps - done, 0)
@@ -53,17 +53,25 @@ class WarmUps:
 
     def is_new(self, signature: Signature) -> bool:
         """True if no step has begun on a batch of this signature."""
-        return signature not in self._begun
+        return self._of(signature) is None
+
+    def _of(self, signature: Signature) -> _WarmUp | None:
+        """The warm-up of a signature, or what other ones have of it, since a value was read."""
+        if (warm_up := self._begun.get(signature)) is not None:
+            return warm_up
+        parts = _WarmUp(self._steps)
+        for other in self._begun.values():
+            for accumulation, done in other.done.items():
+                if same := [each for each in done if each == signature]:
+                    parts.done.setdefault(accumulation, []).extend(same)
+        if parts.done:
+            self._begun[signature] = parts
+        return self._begun.get(signature)
 
     def begin(self, signature: Signature, is_later: bool = False) -> None:
         """Begin the warm-up of a signature, a short one if it comes later than others."""
         make_room(self._begun)
-        warm_up = _WarmUp(min(_LATER_STEPS, self._steps) if is_later else self._steps)
-        for other in self._begun.values():
-            for accumulation, done in other.done.items():
-                same = [each for each in done if each == signature]
-                warm_up.done.setdefault(accumulation, []).extend(same)
-        self._begun[signature] = warm_up
+        self._begun[signature] = _WarmUp(min(_LATER_STEPS, self._steps) if is_later else self._steps)
 
     def done(self, signature: Signature, accumulation: AccumulationPhase) -> None:
         """Count a step that has returned."""

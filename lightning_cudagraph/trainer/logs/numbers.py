@@ -74,9 +74,9 @@ class LoggedNumbers:
         """Begin a step of this kind in a capture."""
         self._kind = kind
         seen: dict[_What, _Seen] = {}
-        for other, step in self._warm_up.get(kind, ()):
-            if other != kind:  # by a value that a capture has read since
-                continue
+        # Since a capture has read another host value, steps of one kind may be of several.
+        steps = [step for steps in self._warm_up.values() for of, step in steps if of == kind]
+        for step in steps:
             for what, value in step.items():
                 if what in seen:
                     seen[what].add(value)
