@@ -285,6 +285,11 @@ class HostReads:
         """True if the value at a path, of a type, is part of the signature."""
         return path in self._lines or self.is_needed(kind)
 
+    @property
+    def is_any(self) -> bool:
+        """True if anything is read."""
+        return bool(self._of)
+
     def computed(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         """What captured steps read of the value at a path, with its text."""
         for read in self._of.get(path, {}).values():
