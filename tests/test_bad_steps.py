@@ -49,7 +49,7 @@ class BatchIdx(Net):
 class GlobalStep(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
-        return loss * (1.0 if self.global_step < 8 else 0.5)  # BAD
+        return loss * (1.0 + self.global_step)  # BAD
 
 
 class Clock(Net):

@@ -1,4 +1,4 @@
-"""Steps that branch on `batch_idx`: a graph for each path, chosen by what the step reads of the index.
+"""Steps that branch on `batch_idx` or `global_step`: a graph for each path, chosen by what they read.
 
 `tests/gpu/test_paths.py` collects these tests again, on CUDA.
 """
@@ -79,6 +79,12 @@ def comes_late(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
     return loss
 
 
+def counts_steps(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+    """The number of steps, across epochs."""
+    is_late = net.global_step >= 40 and net.trainer.global_step % 2 == 1
+    return loss + net.penalty() if is_late or net.global_step < 2 else loss
+
+
 def both(tmp_path: Path, accelerator: str, use: Any, ours: Any = None, **kwargs: Any) -> Trace:
     """Train without and with the callback, and return the second run, which must equal the first."""
     kwargs = {"accelerator": accelerator, "max_epochs": 4, **kwargs}
@@ -106,6 +112,7 @@ def both(tmp_path: Path, accelerator: str, use: Any, ours: Any = None, **kwargs:
         (computes, 3),
         (logs_numbers, 2),
         (comes_late, 4),
+        (counts_steps, 3),
     ],
     ids=lambda case: getattr(case, "__name__", ""),
 )

@@ -312,8 +312,7 @@ class TrainingSteps:
             with run.replicas.undone():  # each capture instance begins in the same state
                 timings = run.settings.timings if timed else None
                 reads = None if step.signature is None else step.signature.reads
-                index = run.noted(reads, closure.batch_idx)
-                outputs = recorder.record(batch, closure, body, timings, cut, place(), index)
+                outputs = recorder.record(batch, closure, body, timings, cut, place(), reads)
             outputs.is_measured = self._engine.is_timed(step.signature)
             return outputs
 
@@ -336,9 +335,7 @@ class TrainingSteps:
             run=lambda: self._eager.run(eagerly),
             run_last=run_last if run.settings.timings is not None else None,
             record=record,
-            rehearse=lambda batch: recorder.record(
-                batch, closure, body, None, None, place(), closure.batch_idx
-            ),
+            rehearse=lambda batch: recorder.record(batch, closure, body, None, None, place()),
             values=StepOutputs.values,
             state=lambda: {
                 **self._part.state(accumulation, self._makes_gradients(accumulation)),
