@@ -43,13 +43,13 @@ class Mask(Net):
 class BatchIdx(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
-        return loss * (1 + batch_idx % 2)  # BAD
+        return loss * (1 + batch_idx)  # BAD
 
 
 class GlobalStep(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
-        return loss * (1.0 if self.global_step < 8 else 0.5)  # BAD
+        return loss * (1.0 + self.global_step)  # BAD
 
 
 class Clock(Net):

@@ -55,7 +55,7 @@ class Planted(Net):
         self.calls += 1  # FIND counter
         self.losses.append(loss.detach())  # FIND list
         loss = loss * self.weight  # FIND moving number
-        loss = loss * (1 + batch_idx % 2)  # FIND batch_idx
+        loss = loss * (1 + batch_idx)  # FIND batch_idx
         loss = loss * (1 if self.global_step < 99 else 2)  # FIND global_step
         parts = torch.tensor([loss.detach(), losses.detach().sum()])  # FIND list of tensors
         wrong = (losses > 9).nonzero()  # FIND nonzero

@@ -394,7 +394,7 @@ REFUSED: dict[type[Net], str] = {
     FloatTimesIndex: "`batch_idx`",
     IndexesWithIndex: "`batch_idx`",
     CountsToIndex: "`batch_idx`",
-    ReturnsIndex: "holds `batch_idx`",
+    ReturnsIndex: "read of `batch_idx`",
     SetsTheLrInside: "sets a learning rate",
     SwapsStorageInside: "gives `head.bias` another storage",
     WritesIntoTheBatch: r"writes into `batch\[0\]` in place",

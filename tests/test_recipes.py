@@ -32,7 +32,11 @@ RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
 PAGES = sorted(path for path in RECIPES.glob("*.md") if path.stem != "index")
 MAX_LINES = 60
 # What these show is refused for what the code does, which has a page of its own.
-BY_ANOTHER = {"accumulation": "logged_values", "attention_masks": "item_and_print"}
+BY_ANOTHER = {
+    "accumulation": "logged_values",
+    "attention_masks": "item_and_print",
+    "paths": "logged_values",
+}
 
 
 @dataclass

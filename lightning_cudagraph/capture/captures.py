@@ -15,6 +15,7 @@ from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mo
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.checks.audit.frozen import one_audit
@@ -36,7 +37,6 @@ __all__ = ["Captures"]
 
 T = TypeVar("T")
 
-_READS_ANOTHER = "the first step of its accumulation phase to read a value of the batch"
 _REPORT_IT = "This is a bug in `lightning_cudagraph`: please report it."
 
 
@@ -76,10 +76,9 @@ class _Tried(Generic[T]):
         sent_back: why the step is to be captured on another number of streams.
         is_of_this_process: user code raised in this process.
         has_failed: an error has ended the capture in a process.
-        has_host_values: the batch of a process held a `HostValue`.
-        has_new_reads: the capture was the first to read a `HostValue`, in a process.
-        reads_another: it is the first phase to read a value, which is another than that of the phases
-            with a graph.
+        has_host_values: the step of a process held a `HostValue` that C code may not take.
+        has_new_reads: the capture was the first to read something of a `HostValue`, in a process.
+        reads_another: it was another thing in the step's warm-up, or for the phases with a graph.
     """
 
     captured: CapturedStep[T] | None
@@ -91,6 +90,16 @@ class _Tried(Generic[T]):
     has_host_values: bool
     has_new_reads: bool
     reads_another: bool
+
+
+def _discard(tried: _Tried[T]) -> None:
+    """Release what an attempt has left."""
+    if tried.failure is not None:
+        clear_frames(tried.failure)
+        tried.failure = None
+    if tried.captured is not None:
+        tried.captured.release()
+        tried.captured = None
 
 
 class Captures(Generic[T]):
@@ -106,8 +115,10 @@ class Captures(Generic[T]):
         streams: StreamChoice,
         compiled: CompiledCode,
         admission: Admission[T],
+        warm_ups: WarmUps,
     ) -> None:
         self._admission = admission
+        self._warm_ups = warm_ups
         self._run = run
         self._guards = guards
         self._graphs = graphs
@@ -126,7 +137,8 @@ class Captures(Generic[T]):
         """Capture a step, in all processes or in none.
 
         Returns:
-            The captured step. Or None, the reason, and True if user code in this process raised it.
+            The captured step. Or None, the reason, and True if user code in this process raised it. The
+            reason is empty if the step has read a host value that other steps had in its warm-up.
 
         Raises:
             UnsupportedError: if the step cannot be captured and `on_unsupported="raise"`. It names all
@@ -142,8 +154,8 @@ class Captures(Generic[T]):
         tried = self._tried_with_values(step, signature)
         if tried.captured is not None:
             self._count(step, (perf_counter() - started_s) * 1e3)
-        if tried.reads_another and not tried.has_failed:
-            return None, _READS_ANOTHER, False
+        if tried.reads_another:
+            return None, "", False
         if (failure := tried.failure) is not None:
             tried.failure = None
             try:
@@ -175,19 +187,20 @@ class Captures(Generic[T]):
         reads = self._graphs.reads
         before = reads.kinds, reads.why
         tried = self._tried(step, signature)
-        while tried.has_new_reads or (tried.has_failed and tried.has_host_values):
+        while not tried.reads_another and (
+            tried.has_new_reads or (tried.has_failed and tried.has_host_values)
+        ):
             # A `HostValue` only finds out what is read: the graph is one of a step that gets the values
             # themselves. C code may insist on their type, and compiled code is compiled for it: then all
             # of a kind are part of the signature, if that helps.
-            if tried.failure is not None:
-                clear_frames(tried.failure)
-            if tried.captured is not None:
-                tried.captured.release()
+            _discard(tried)
             if not tried.has_new_reads:
                 reads.widen(tried.raised or (tried.failure.reason if tried.failure is not None else ""))
             tried = self._tried(step, signature)
+        if tried.reads_another:
+            _discard(tried)
         if tried.has_failed:
-            reads.kinds, reads.why = before
+            reads.narrow(*before)
         return tried
 
     def _tried(self, step: Step[T], signature: Signature) -> _Tried[T]:
@@ -201,7 +214,6 @@ class Captures(Generic[T]):
         captured: CapturedStep[T] | None = None
         failure: UnsupportedError | None = None
         raised = sent_back = ""
-        is_shared = signature in self._graphs
         try:
             with ExternalReferences.of_captures_apart(), reads.noted():
                 captured = self._capture(step, signature)
@@ -215,10 +227,10 @@ class Captures(Generic[T]):
             raised = f"{type(error).__name__} in the capture: {error}"
             clear_frames(error)
         mine = bool(raised)
-        has_new_reads = has_values and reads.version != version
-        # The phases of a window share a static batch. If this one is the first to read a value, it may
-        # be another than that of the batch which the others were captured with.
-        reads_another = captured is not None and is_shared and not self._is_kept(step, signature)
+        has_new_reads = signature.reads is not None and reads.version != version
+        is_of_type = raised.startswith(TypeError.__name__)
+        has_values |= is_of_type and reads.has_lent_parts and not reads.kinds
+        reads_another = signature.reads is not None and not self._fits(step, signature)
         has_failed = mine or failure is not None
         is_broken = step.is_broken()
         if (agreement := self._run.agreement) is not None:
@@ -239,11 +251,10 @@ class Captures(Generic[T]):
                 failure = _failure_of_ranks(reasons)
                 raised = "" if failure else of_ranks(texts)
                 mine = False
-        if reads_another and captured is not None and not has_new_reads:
-            captured.release()
-            captured = None
         if is_broken:
             step.mend()
+        # A step that fails whatever it reads has failed.
+        reads_another = reads_another and (has_new_reads or not has_failed)
         return _Tried(
             captured,
             failure,
@@ -256,12 +267,18 @@ class Captures(Generic[T]):
             reads_another,
         )
 
-    def _is_kept(self, step: Step[T], signature: Signature) -> bool:
-        """True if the batch has a signature with graphs, given what captures have read by now."""
-        if signature.reads is None:
-            return True
-        device = self._run.backend.device
-        return Signature(step.batch, device, step.specialization, signature.reads) in self._graphs
+    def _fits(self, step: Step[T], signature: Signature) -> bool:
+        """True if the warm-up and the static batch are those of the step, given what is read by now.
+
+        Args:
+            step: the step.
+            signature: its signature, as it was before.
+        """
+        now = self._graphs.signature_of(step)
+        if self._warm_ups.left(now, step.accumulation) > 0:
+            return False
+        # The phases of a window share a static batch.
+        return now in self._graphs or self._graphs.static_of(signature) is None
 
     def _examine(self, step: Step[T], error: UnsupportedError) -> bool:
         """Add to an error what else is found in the step; return True if it is complete."""

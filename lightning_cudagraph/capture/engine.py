@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -68,13 +68,21 @@ class StepEngine(Generic[T]):
         self._without_graphs: list[str] = []
         self._warm_ups = WarmUps(run.settings.warmup_steps)
         self._copies = copies = GradientCopies()
-        graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device.type, run.signatures)
+        graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device, run.signatures)
         self._graphs = graphs
         self._admission = admission = Admission(run, graphs, self._warm_ups)
         self._standing = standing = Invalidation(run, guards, graphs, self._warm_ups, copies)
         self._plans = Plans(run, graphs, standing, self._warm_ups, copies, is_settled, admission)
         self._captures = Captures(
-            run, guards, graphs, standing, copies, self._streams, self._compiled, admission
+            run,
+            guards,
+            graphs,
+            standing,
+            copies,
+            self._streams,
+            self._compiled,
+            admission,
+            self._warm_ups,
         )
         self._replays = Replays(run, graphs, standing, copies, admission)
 
@@ -170,6 +178,10 @@ class StepEngine(Generic[T]):
             self._admission.make_room(signature)
             refresh(None)
             captured, reason, raised = self._captures.attempt(step, signature)
+            if captured is None and not reason:
+                self._copies.put_back()
+                step.signature = self._graphs.signature_of(step)
+                return self._warm_up(step, step.signature)
             if captured is None:
                 # Outside the handler: the error and the tensors in its frames are free by now. If user
                 # code raised it, the eager step raises it again, with the usual effects.
@@ -200,9 +212,16 @@ class StepEngine(Generic[T]):
         """The static batch of the latest graph; a caller may fill it and pass its `batch` to `step`."""
         return self._graphs.static
 
-    def static_for(self, batch: Any) -> tuple[StaticBatch, list[Tensor], list[Any]] | None:
-        """Find the static batch for a batch, and its tensors and host values in order; or None."""
-        return self._graphs.static_for(batch)
+    def static_for(
+        self, batch: Any, beside: Mapping[str, int]
+    ) -> tuple[StaticBatch, list[Tensor], list[Any]] | None:
+        """Find the static batch for a batch, and its tensors and host values in order; or None.
+
+        Args:
+            batch: the batch.
+            beside: as in its `Step`.
+        """
+        return self._graphs.static_for(batch, beside)
 
     def is_timed(self, signature: Signature | None) -> bool:
         """True if graphs of a signature have timing events, and their replays are measured."""

@@ -82,9 +82,7 @@ class Plans(Generic[T]):
         try:
             if signature is None and (known := self._graphs.known(step)) is not None:
                 signature = known.signature
-            signature = signature or Signature(
-                step.batch, self._backend.device, step.specialization, self._graphs.reads
-            )
+            signature = signature or self._graphs.signature_of(step)
         except UnsupportedError as error:
             if self._run.settings.raise_unsupported:
                 raise

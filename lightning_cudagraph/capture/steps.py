@@ -100,6 +100,8 @@ class Replay(Generic[T]):
             without breaks.
         specialization: values outside the batch that are part of the signature, by the names
             that the user knows.
+        beside: integers beside the batch, by such names; what captured steps read of them is part of the
+            signature.
     """
 
     batch: Any
@@ -109,6 +111,7 @@ class Replay(Generic[T]):
     copying: Callable[[], AbstractContextManager[None]] = nullcontext
     between: Callable[[T, int], None] | None = None
     specialization: Mapping[str, Hashable] = field(default_factory=dict)
+    beside: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

@@ -29,6 +29,9 @@ from lightning_cudagraph.tensors.host_values import HostReads, held, is_host_val
 
 __all__ = ["Signature"]
 
+# A path, what counts of its value in words, and the type and a form of it.
+_Counted = tuple[str, str, tuple[Any, ...]]
+
 
 class Signature:
     """The properties of a batch that a graph is specialised on, as one comparable, hashable value.
@@ -42,15 +45,16 @@ class Signature:
         batch: the batch to describe.
         device: the device of the training step; a tensor elsewhere would be read by the host.
         specialization: further values that are part of the signature, by names for the user.
-        reads: the host values that captured steps read; None if all are part of the signature. An
+        reads: what captured steps read of host values; None if all are part of the signature. An
             attribute too.
+        beside: integers beside the batch, by name; what captured steps read of them counts.
 
     Raises:
         BatchError: for an object that hides tensors, a tensor on another device, and one that requires
             a gradient.
     """
 
-    __slots__ = ("_counted", "_hash", "_key", "_paths", "_values", "reads")
+    __slots__ = ("_beside", "_counted", "_hash", "_key", "_paths", "_values", "reads")
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class Signature:
         device: torch.device,
         specialization: Mapping[str, Hashable] | None = None,
         reads: HostReads | None = None,
+        beside: Mapping[str, int] | None = None,
     ) -> None:
         described: list[Any] = []
         values: dict[str, Any] = {}
@@ -90,10 +95,13 @@ class Signature:
         for name, value in (specialization or {}).items():
             paths.append(name)
             described.append((type(value), value))
+        for name in beside or ():
+            paths.append(name)
+            described.append((int,))
         self._key = (structure_of(batch), tuple(described))
         self._paths = tuple(paths)
-        self.reads, self._values = reads, values
-        self._counted: tuple[Any, tuple[Any, ...]] = (None, ())
+        self.reads, self._values, self._beside = reads, values, beside or {}
+        self._counted: tuple[int, list[_Counted]] = (-1, [])
         try:
             self._hash = hash(self._key)
         except TypeError:
@@ -159,42 +167,53 @@ class Signature:
         return (
             isinstance(other, Signature)
             and self._hash == other._hash
-            and self._values_read() == other._values_read()
+            and self._what_counts() == other._what_counts()
             and self._key == other._key
         )
 
     def __hash__(self) -> int:
         return self._hash
 
-    def _values_read(self) -> tuple[Any, ...]:
-        """The host values that count now."""
-        if self.reads is None or not self._values:
-            return ()
+    def _what_counts(self) -> list[_Counted]:
+        """What counts now of host values."""
+        if (reads := self.reads) is None:
+            return []
         version, counted = self._counted
-        if version != self.reads.version:
-            counts = self.reads.counts
-            counted = tuple(value for path, value in self._values.items() if counts(path, value[0]))
-            self._counted = self.reads.version, counted
+        if version != reads.version:
+            counted = []
+            for path, (kind, value) in self._values.items():
+                if reads.counts(path, kind):
+                    counted.append((path, path, (kind, value)))
+                else:
+                    counted += _computed(reads, path, value)
+            for name, value in self._beside.items():
+                counted += _computed(reads, name, value)
+            self._counted = reads.version, counted
         return counted
 
-    def _described(self) -> list[tuple[str, tuple[Any, ...]]]:
-        """The paths and properties of all leaves, with the host values that count now."""
+    def agrees(self, beside: Mapping[str, int]) -> bool:
+        """True if all that counts of integers beside a batch is the same as here."""
         reads = self.reads
-        return [
-            (path, self._values[path])
-            if len(leaf) == 1 and reads is not None and reads.counts(path, leaf[0])
-            else (path, leaf)
-            for path, leaf in zip(self._paths, self._key[1], strict=True)
-        ]
+        if reads is None or not reads.is_any:  # in every replay
+            return True
+        return all(reads.agree(name, value, self._beside[name]) for name, value in beside.items())
+
+    def _described(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """The paths and properties of all leaves, with what counts now of host values."""
+        counted: dict[str, list[tuple[str, tuple[Any, ...]]]] = {}
+        for path, text, value in self._what_counts():
+            counted.setdefault(path, []).append((text, value))
+        leaves = zip(self._paths, self._key[1], strict=True)
+        return [each for path, leaf in leaves for each in counted.get(path, [(path, leaf)])]
 
     def sizes(self) -> dict[tuple[str, int | None], Any]:
-        """The sizes of tensors by path and dimension, and host values that count by path and None."""
-        reads, found = self.reads, dict[tuple[str, int | None], Any]()
+        """The sizes of tensors by path and dimension, and host values that count by text and None."""
+        found: dict[tuple[str, int | None], Any] = {
+            (text, None): value for _, text, value in self._what_counts()
+        }
         for path, leaf in zip(self._paths, self._key[1], strict=True):
             if len(leaf) > 2:
                 found |= {(path, dimension): size for dimension, size in enumerate(leaf[0])}
-            elif len(leaf) == 1 and reads is not None and reads.counts(path, leaf[0]):
-                found[path, None] = self._values[path]
         return found
 
     def difference(self, other: Signature) -> str:
@@ -216,6 +235,11 @@ class Signature:
 
     def __str__(self) -> str:
         return ", ".join(f"{path} {_in_words(leaf)}" for path, leaf in self._described())
+
+
+def _computed(reads: HostReads, path: str, value: Any) -> Iterator[_Counted]:
+    for text, found in reads.computed(path, value):
+        yield path, text, (type(found), comparable(found))
 
 
 def _values_beside(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,9 @@
-"""Host values of a batch: strings, numbers and paths, which count only if the step reads them.
+"""Host values: strings, numbers and paths, which count only if the step reads them.
 
 A capture freezes what the step's Python reads. So a host value that is read is part of the batch
-signature, and one that is not, such as a file name, may differ in each batch. In a capture, the batch
-holds a `HostValue` for each of them, which notes reads.
+signature, and one that is not, such as a file name, may differ in each batch. In a capture, the step
+gets a `HostValue` for each of them, which notes reads. Of an integer, it notes what the step computes
+from it: `batch_idx % 4 == 0` has two values, and so two signatures.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import PurePath
@@ -18,16 +20,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_cudagraph.errors import Location
+from lightning_cudagraph.tensors.batch import comparable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["HostReads", "HostValue", "held", "hold", "is_host_value", "value_of"]
+__all__ = ["HostRead", "HostReads", "HostValue", "held", "hold", "is_host_value", "value_of"]
 
 _NUMBERS = (int, float, complex, np.generic)
 _KINDS = (*_NUMBERS, str, bytes, PurePath)
 # Compared by identity (`is True`, `is Color.RED`), which nothing notices.
 _BY_IDENTITY = (bool, np.bool_, Enum)
+
+# What a step may compute from an integer, with plain numbers, before it reads the result.
+_ARITHMETIC = {
+    **{"__add__": "+", "__sub__": "-", "__mul__": "*", "__floordiv__": "//", "__truediv__": "/"},
+    **{"__mod__": "%", "__and__": "&"},
+}
+_COMPARISONS = {
+    "__eq__": "==",
+    "__ne__": "!=",
+    "__lt__": "<",
+    "__le__": "<=",
+    "__gt__": ">",
+    "__ge__": ">=",
+}
+# More comparisons of one value count as a read of the value itself.
+_MAX_READS = 32
 
 # Of the object itself, and not of its value.
 _OWN = frozenset(
@@ -73,6 +92,64 @@ class HostValue:
         return self
 
 
+@dataclass(frozen=True)
+class HostRead:
+    """What a step reads of a host value: the value, or what it computes from it.
+
+    Attributes:
+        path: the path of the value.
+        text: the path, or the computation.
+        compute: computes it from the value.
+    """
+
+    path: str
+    text: str
+    compute: Callable[[Any], Any]
+
+    def of(self, value: Any) -> Any:
+        """What is read, given the value; the class of an error, which the step need not come to."""
+        try:
+            return self.compute(value)
+        except (ArithmeticError, TypeError) as error:
+            return type(error)
+
+    def then(self, name: str, others: tuple[Any, ...], operate: Callable[[Any], Any]) -> HostRead:
+        """What an operation with another number, or with none, makes of it."""
+        text, compute = self.text, self.compute
+        if name in _COMPARISONS:
+            text = f"{text} {_COMPARISONS[name]} {others[0]!r}"
+        elif not others:
+            text = f"bool({text})"
+        else:
+            inner = text if text == self.path else f"({text})"
+            sign, other = _ARITHMETIC[_direct(name)], repr(others[0])
+            text = f"{inner} {sign} {other}" if name in _ARITHMETIC else f"{other} {sign} {inner}"
+        return HostRead(self.path, text, lambda value: operate(compute(value)))
+
+
+class _HostNumber(HostValue):
+    """A number of which the step may read a part: a comparison, or what it computes with plain numbers.
+
+    Args:
+        value: the number.
+        read: what it is of a host value.
+        note: called with what is read, before each read.
+        lend: makes what the step gets for another part.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        read: HostRead,
+        note: Callable[[HostRead], None],
+        lend: Callable[[HostRead, Any], Any],
+    ) -> None:
+        super().__init__(value, lambda: note(read))
+        self._read = read
+        self._note = note
+        self._lend = lend
+
+
 def is_host_value(leaf: Any) -> bool:
     """True for a leaf with a value that may count only if it is read."""
     return isinstance(leaf, _KINDS) and not isinstance(leaf, _BY_IDENTITY)
@@ -96,28 +173,72 @@ def hold(own: HostValue, value: Any) -> None:
     own._value = value
 
 
+def _direct(name: str) -> str:
+    """The name of an operation with its operands in the usual order: `__mod__` for `__rmod__`."""
+    return f"__{name[3:]}" if name.startswith("__r") else name
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    """The operation of a name, as a function of a value and its other operands.
+
+    That of Python, since the method may leave the work to the other operand, such as a tensor.
+    """
+    operators = vars(operator)
+    operate, reflected = operators.get(name), operators.get(_direct(name))
+
+    def apply(value: Any, *others: Any, **kwargs: Any) -> Any:
+        if name == "__bool__":
+            return bool(value)
+        if operate is not None and len(others) < 2:
+            return operate(value, *others)
+        if reflected is not None and name.startswith("__r") and len(others) == 1:
+            return reflected(others[0], value)
+        return getattr(value, name)(*others, **kwargs)
+
+    return apply
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    """The operation of a `HostValue`, which reads the value."""
+    apply = _operation(name)
+
+    def read(self: HostValue, *args: Any, **kwargs: Any) -> Any:
+        return apply(value_of(self), *map(value_of, args), **kwargs)
+
+    read.__name__ = name
+    return read
+
+
+def _partly(name: str) -> Callable[..., Any]:
+    """The operation of a `_HostNumber`, which reads its result alone or nothing."""
+    apply, read_all = _operation(name), _reading(name)
+    is_arithmetic = _direct(name) in _ARITHMETIC
+    if not is_arithmetic and name not in _COMPARISONS and name != "__bool__":
+        return read_all
+
+    def read(self: _HostNumber, *args: Any) -> Any:
+        if not all(type(other) in (int, float, bool) for other in args):
+            return read_all(self, *args)
+        part = self._read.then(name, args, lambda value: apply(value, *args))
+        if is_arithmetic:
+            return self._lend(part, apply(self._value, *args))
+        self._note(part)
+        return apply(self._value, *args)
+
+    read.__name__ = name
+    return read
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
 @cache
 def _with_operations(cls: Any, kind: Any) -> Any:
     """The subclass with the operations of a type, each of which reads the value."""
-
-    def reading(name: str) -> Callable[..., Any]:
-        operators = vars(operator)
-        operate, reflected = operators.get(name), operators.get(f"__{name[3:]}")
-
-        def read(self: HostValue, *args: Any, **kwargs: Any) -> Any:
-            value, others = value_of(self), [*map(value_of, args)]
-            # The operator, since the method may leave the work to the other operand, such as a tensor.
-            if operate is not None and len(others) < 2:
-                return operate(value, *others)
-            if reflected is not None and name.startswith("__r") and len(others) == 1:
-                return reflected(others[0], value)
-            return getattr(value, name)(*others, **kwargs)
-
-        read.__name__ = name
-        return read
-
+    make = _partly if issubclass(cls, _HostNumber) else _reading
     operations: dict[str, Any] = {
-        name: reading(name)
+        name: make(name)
         for name in dir(kind)
         if name.startswith("__")
         and name not in _OWN
@@ -130,7 +251,7 @@ def _with_operations(cls: Any, kind: Any) -> Any:
 
 
 class HostReads:
-    """The host values that captured steps read, by their paths in the batch.
+    """What captured steps read of host values.
 
     Args:
         located: returns the line of the user's code that is running.
@@ -138,23 +259,47 @@ class HostReads:
     Attributes:
         kinds: the types that count as read: a capture failed without the values themselves.
         why: its error.
+        version: changes with what counts.
+        has_lent_parts: the capture under way has got a part of a number, which C code may not take.
     """
 
     def __init__(self, located: Callable[[], Location | None]) -> None:
         self._located = located
         self._lines: dict[str, Location | None] = {}
+        self._of: dict[str, dict[str, HostRead]] = {}
         self._is_noting = False
         self.kinds: tuple[type, ...] = ()
         self.why = ""
+        self.version = 0
+        self.has_lent_parts = False
 
-    @property
-    def version(self) -> tuple[int, int]:
-        """A value that changes with what counts."""
-        return len(self.kinds), len(self._lines)
+    def forget(self) -> None:
+        """Forget what released graphs have read, if it is much: the step may read other things now."""
+        if all(len(reads) < _MAX_READS // 4 for reads in self._of.values()):
+            return
+        self._lines.clear()
+        self._of.clear()
+        self.version += 1
 
     def counts(self, path: str, kind: type) -> bool:
         """True if the value at a path, of a type, is part of the signature."""
         return path in self._lines or self.is_needed(kind)
+
+    @property
+    def is_any(self) -> bool:
+        """True if anything is read."""
+        return bool(self._of)
+
+    def computed(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """What captured steps read of the value at a path, with its text."""
+        for read in self._of.get(path, {}).values():
+            yield read.text, read.of(value)
+
+    def agree(self, path: str, one: Any, other: Any) -> bool:
+        """True if captured steps read the same of two values."""
+        return path not in self._of or all(
+            comparable(read.of(one)) == comparable(read.of(other)) for read in self._of[path].values()
+        )
 
     def is_needed(self, kind: type) -> bool:
         """True if captured steps get values of a type themselves, and no `HostValue`."""
@@ -164,6 +309,12 @@ class HostReads:
         """Let numbers count, which torch's C code takes more often than strings; then all kinds."""
         self.kinds = _KINDS if self.kinds else _NUMBERS
         self.why = why
+        self.version += 1
+
+    def narrow(self, kinds: tuple[type, ...], why: str) -> None:
+        """Let these kinds count again, as before a `widen` that was of no use."""
+        self.kinds, self.why = kinds, why
+        self.version += 1
 
     @property
     def note(self) -> str:
@@ -176,7 +327,7 @@ class HostReads:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Context of a capture: reads count there. Others are those of hooks with a static batch."""
-        self._is_noting = True
+        self._is_noting, self.has_lent_parts = True, False
         try:
             yield
         finally:
@@ -184,12 +335,63 @@ class HostReads:
 
     def noting(self, path: str, value: Any) -> HostValue:
         """A `HostValue` that notes a read here."""
+        whole = HostRead(path, path, _itself)
+        if type(value) is int:
+            return self._number(whole, value, self._note, lambda read: False)
+        return HostValue(value, lambda: self._note(whole))
 
-        def note() -> None:
-            if self._is_noting and path not in self._lines:
-                self._lines[path] = self._located()
+    def beside_batch(
+        self,
+        name: str,
+        value: int,
+        has_many: Callable[[HostRead], bool],
+        refuse: Callable[[HostRead], None],
+    ) -> HostValue:
+        """A `HostValue` for an integer beside the batch, which is another in each.
 
-        return HostValue(value, note)
+        Args:
+            name: its name.
+            value: its value.
+            has_many: returns True for a read that comes to too many values.
+            refuse: refuses such a read.
+        """
+
+        def note(read: HostRead) -> None:
+            if has_many(self._limited(read)):
+                refuse(self._limited(read))
+            self._note(read)
+
+        return self._number(HostRead(name, name, _itself), value, note, has_many)
+
+    def _number(
+        self,
+        whole: HostRead,
+        value: int,
+        note: Callable[[HostRead], None],
+        has_many: Callable[[HostRead], bool],
+    ) -> HostValue:
+        def lend(read: HostRead, value: Any) -> Any:
+            if read.text in self._lines or (self.is_needed(type(value)) and not has_many(read)):
+                note(read)
+                return value
+            self.has_lent_parts = True
+            return _HostNumber(value, read, note, lend)
+
+        return _HostNumber(value, whole, note, lend)
+
+    def _limited(self, read: HostRead) -> HostRead:
+        """A read, or that of the value itself in place of one too many."""
+        of_path = self._of.get(read.path, {})
+        if read.text in of_path or len(of_path) < _MAX_READS:
+            return read
+        return HostRead(read.path, read.path, _itself)
+
+    def _note(self, read: HostRead) -> None:
+        read = self._limited(read)
+        if self._is_noting and read.text not in self._lines:
+            self._lines[read.text] = self._located()
+            self._of.setdefault(read.path, {})[read.text] = read
+            self.version += 1
 
     def described(self, path: str) -> str:
         """The line that reads a value, in words; empty if that is unknown."""

@@ -56,7 +56,7 @@ class _Pattern:
         path = next(self._paths, "")  # of a container in place of a leaf, the pattern is unknown
         self._known &= not hasattr(value, "__dict__")  # a subclass with state of its own
         if self._reads is not None and is_host_value(value):
-            return (kind, comparable(value), path, self._reads)
+            return (kind, value, path, self._reads)
         self._known &= kind in PLAIN
         return (kind, comparable(value))
 
@@ -104,7 +104,9 @@ def _matches(
     else:
         _, expected, path, reads = pattern
         values.append(value)
-        return not reads.counts(path, kind) or bool(comparable(value) == expected)
+        if reads.counts(path, kind):
+            return bool(comparable(value) == comparable(expected))
+        return bool(reads.agree(path, value, expected))
     inner = pattern[-1]
     if len(members) != len(inner):
         return False

@@ -9,7 +9,7 @@ dataloader, and those of other dataloaders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
-from lightning_cudagraph.checks.audit.frozen import FrozenIndex, frozen_python_audit
+from lightning_cudagraph.checks.audit.frozen import frozen_python_audit, moving_number
 from lightning_cudagraph.checks.guards.guards import (
     GuardedValues,
     Guards,
@@ -37,10 +37,10 @@ from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_seve
 from lightning_cudagraph.tensors.batch import (
     compared_outputs,
     copied_leaf,
-    flatten_batch,
     map_leaves,
     refuse_odd_outputs,
 )
+from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.tensors.recomputed import Recomputed, recomputed_apart
 from lightning_cudagraph.timing.output.stages import StageSummary
@@ -180,21 +180,25 @@ class GraphedEvaluation:
             with self._logs.noted():
                 returned.append(eager_step(batch, *indices))
 
+        def record(static: Any, capturing: bool) -> _Outputs:
+            return self._record(static, indices, step.signature, capturing, in_inference_mode)
+
         step = Step(
             batch=batch,
             run=run,
-            record=lambda static, cut, timed: self._record(static, indices, True, in_inference_mode),
-            rehearse=lambda static: self._record(static, indices, False, in_inference_mode),
+            record=lambda static, cut, timed: record(static, capturing=True),
+            rehearse=lambda static: record(static, capturing=False),
             values=self._values,
             state=self._state,
             transaction=self._undone,
             accumulation=_PLACE,
             specialization={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
+            beside=self._beside(indices),
             learning=self._learning,
         )
         phase, outputs = self._engine.step(step, lambda outputs: self._metrics.adopt())
         if phase is Phase.WARMING:
-            self._logs.warmed_up(_kind(batch, indices), batch)
+            self._logs.warmed_up(step.signature, batch)
         if outputs is None:
             return returned[0]
         for attribute in outputs.recomputed:
@@ -204,14 +208,24 @@ class GraphedEvaluation:
         # Copies: Lightning keeps predictions, and the next replay overwrites static outputs.
         return map_leaves(outputs.returned, copied_leaf)
 
+    def _beside(self, indices: tuple[int, ...]) -> dict[str, int]:
+        """The numbers beside a batch that its step may read in part, by name."""
+        return {"batch_idx": indices[0]} if indices and "batch_idx" not in self._harmless else {}
+
     def _record(
-        self, batch: Any, indices: tuple[int, ...], capturing: bool, in_inference_mode: bool
+        self,
+        batch: Any,
+        indices: tuple[int, ...],
+        signature: Signature | None,
+        capturing: bool,
+        in_inference_mode: bool,
     ) -> _Outputs:
         """Run a step on the static batch.
 
         Args:
             batch: the static batch.
             indices: the indices of the batch and of its dataloader.
+            signature: the signature of the batch.
             capturing: True in a capture, False in a rehearsal.
             in_inference_mode: True if eager steps run in inference mode.
 
@@ -222,13 +236,13 @@ class GraphedEvaluation:
         called = (self._trainer.strategy, self._trainer.precision_plugin)
         refuse_replaced_methods(self._module, None, self._harmless, self._step_name, called)
         arguments: list[Any] = [*indices]
-        if arguments and "batch_idx" not in self._harmless:
-            arguments[0] = FrozenIndex("batch_idx", arguments[0])
+        if capturing and signature is not None and signature.reads is not None:
+            for name, value in self._beside(indices).items():
+                arguments[0] = moving_number(signature.reads, name, value, self._run.max_signatures)
         with ExitStack() as stack:
             stack.enter_context(unprofiled(self._trainer))
             stack.enter_context(self._without_gradients())
-            kind = _kind(batch, indices)
-            logs = stack.enter_context(self._logs.recorded(kind, batch, capturing))
+            logs = stack.enter_context(self._logs.recorded(signature, batch, capturing))
             if capturing and are_several():
                 stack.enter_context(CollectiveRules(ALONE, TELL_LIGHTNING))
             if capturing:
@@ -259,17 +273,11 @@ class GraphedEvaluation:
             self._metrics.undo()
             if capturing:
                 self._metrics.tell_reads(mentioned)
-        logged = self._logs.finished(logs, kind, capturing)
+        logged = self._logs.finished(logs, signature, capturing)
         refuse_odd_outputs(returned, f"the output of `{self._step_name}`")
         return _Outputs(map_leaves(returned, self._detached), logged, recomputed)
 
     def _detached(self, leaf: Any) -> Any:
-        if isinstance(leaf, FrozenIndex):
-            raise CaptureError(
-                f"The output of `{self._step_name}` holds `batch_idx`, which would stay what it is in"
-                " this step.",
-                f"Leave it out: `on_{self._stage}_batch_end` is given it.",
-            )
         if isinstance(leaf, Later):
             leaf.refuse()
         if not isinstance(leaf, Tensor):
@@ -350,14 +358,6 @@ def wording_of(stage: Stage) -> Wording:
                 "to have graphs for training alone, leave out `evaluation=True`"
             ),
         },
-    )
-
-
-def _kind(batch: Any, indices: tuple[int, ...]) -> Hashable:
-    """Return the key of a batch in the logs: its dataloader and its shapes."""
-    return (
-        indices[1:],
-        tuple(leaf.shape for _, leaf in flatten_batch(batch) if isinstance(leaf, Tensor)),
     )
 
 

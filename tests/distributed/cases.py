@@ -582,6 +582,25 @@ def two_shapes_in_all(here: Here) -> None:
     assert graph.counts.replayed >= 30, graph.counts
 
 
+class InTurn(Net):
+    """Takes another path every second step, with a value of its own that all processes log."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        if batch_idx % 2 == 0:
+            self.log("in_turn", loss, sync_dist=True)
+            return loss * 2
+        return loss
+
+
+def two_paths_in_all(here: Here) -> None:
+    """Each path has a graph in both."""
+    stream = loader(batches=14, ragged=False)
+    _, graph = here.assert_same_runs(build=InTurn, train_loader=stream, max_epochs=8)
+    assert graph.counts.captures == 2, graph.counts
+    assert graph.counts.replayed > 14, graph.counts
+
+
 def two_shapes_apart(here: Here) -> None:
     """In each step the processes have different shapes; each replays the graph of its own."""
     batches = DataLoader(TwoShapes(40, here.rank), batch_size=None)

@@ -39,6 +39,7 @@ AGREED = (
     "sent_back_to_one_stream",
 )
 AGREED_LONG = (
+    "two_paths_in_all",
     "two_shapes_in_all",
     "two_shapes_apart",
     "a_guard_in_one_process",

@@ -68,7 +68,8 @@ class Admission(Generic[T]):
         if signature in graphs:
             return ""
         if not self._run.earns_graphs:
-            return signatures.one_too_many(signature)
+            known = self._candidates.get(signature)
+            return (known.refused if known else "") or signatures.one_too_many(signature)
         candidate = self._came(signature)
         before = [*candidate.came]
         graphs.batches += 1
@@ -109,8 +110,8 @@ class Admission(Generic[T]):
 
     def _another(self, signature: Signature) -> str:
         wording, first = self._run.wording, self._first
-        if first is None:
-            return f"a {wording.signature} that has not come often enough, and none has a graph yet"
+        if first is None or first == signature:
+            return f"a {wording.signature} that has not come often enough to get a graph"
         return f"another {wording.signature}: {wording.of(first.difference(signature))}"
 
     @property
@@ -121,7 +122,7 @@ class Admission(Generic[T]):
     def is_later(self, signature: Signature) -> bool:
         """True if other signatures have graphs, so that this one alone can be left without."""
         others = len(self._graphs) - (signature in self._graphs)
-        return self._run.earns_graphs and others > 0
+        return others > 0
 
     def begin_warm_up(self, signature: Signature) -> None:
         """Begin the warm-up of a signature."""

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_cudagraph.capture.graph import CapturedStep
@@ -56,13 +57,13 @@ class GraphsBySignature(Generic[T]):
         signatures: the signatures that have graphs, in all engines of the run.
 
     Attributes:
-        reads: the host values that the captured steps read.
+        reads: what the captured steps read of host values.
         batches: number of batches so far, as a clock for uses.
         latest: the graphs of the latest replay; None if there is none, or if they are released.
     """
 
-    def __init__(self, device_type: str, signatures: Signatures) -> None:
-        self._device_type = device_type
+    def __init__(self, device: torch.device, signatures: Signatures) -> None:
+        self._device = device
         self._signatures = signatures
         self._graphs: dict[Signature, GraphsOfSignature[T]] = {}
         self._all: list[CapturedStep[T]] = []
@@ -75,6 +76,14 @@ class GraphsBySignature(Generic[T]):
 
     def __contains__(self, signature: Signature) -> bool:
         return signature in self._graphs
+
+    def signature_of(self, step: Replay[T]) -> Signature:
+        """Describe the batch of a step, and all else that its graph is specialised on.
+
+        Raises:
+            BatchError: if no graph can take the batch.
+        """
+        return Signature(step.batch, self._device, step.specialization, self.reads, step.beside)
 
     def get(self, signature: Signature, accumulation: AccumulationPhase) -> CapturedStep[T] | None:
         """Return the captured step of this signature and phase, or None."""
@@ -120,6 +129,7 @@ class GraphsBySignature(Generic[T]):
         """Release all graphs and their memory."""
         for signature in [*self._graphs]:
             self.discard(signature)
+        self.reads.forget()
 
     def discard(self, signature: Signature) -> None:
         """Release the graphs of a signature, if it has any."""
@@ -147,16 +157,20 @@ class GraphsBySignature(Generic[T]):
         graphs = self._graphs.get(signature)
         return None if graphs is None else graphs.static
 
-    def static_for(self, batch: Any) -> tuple[StaticBatch, list[Tensor], list[Any]] | None:
+    def static_for(
+        self, batch: Any, beside: Mapping[str, int]
+    ) -> tuple[StaticBatch, list[Tensor], list[Any]] | None:
         """Find the static batch for a batch in host memory or on the device, by a quick comparison.
 
         Returns:
             The static batch, and the tensors and host values of the batch in its order. Or None.
         """
         for graphs in self._latest_first():
+            if not graphs.signature.agrees(beside):
+                continue
             # Loaders leave batches in host memory, or already on the device.
             leaves = graphs.static.leaves_of(batch, "cpu")
-            leaves = leaves or graphs.static.leaves_of(batch, self._device_type)
+            leaves = leaves or graphs.static.leaves_of(batch, self._device.type)
             if leaves is not None:
                 return graphs.static, *leaves
         return None
@@ -168,10 +182,10 @@ class GraphsBySignature(Generic[T]):
         return next((graphs for graphs in self._graphs.values() if self._fit(graphs, step)), None)
 
     def _fit(self, graphs: GraphsOfSignature[T], step: Replay[T]) -> bool:
-        if step.specialization != graphs.specialization:
+        if step.specialization != graphs.specialization or not graphs.signature.agrees(step.beside):
             return False
         static, batch = graphs.static, step.batch
-        return batch is static.batch or static.leaves_of(batch, self._device_type) is not None
+        return batch is static.batch or static.leaves_of(batch, self._device.type) is not None
 
     def _latest_first(self) -> list[GraphsOfSignature[T]]:
         latest = self.latest

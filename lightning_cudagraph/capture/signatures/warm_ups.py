@@ -16,16 +16,17 @@ _LATER_STEPS = 2
 
 
 @dataclass
-class _Left:
+class _WarmUp:
     """The warm-up of a signature.
 
     Attributes:
         steps: its length.
-        by_phase: the steps left; all of them for a phase that is not there.
+        done: the signatures of its steps. They were equal; once a capture has read a host value, those
+            of steps with another value of it are not any more, and such steps do not count.
     """
 
     steps: int
-    by_phase: dict[AccumulationPhase, int] = field(default_factory=dict)
+    done: dict[AccumulationPhase, list[Signature]] = field(default_factory=dict)
 
 
 class WarmUps:
@@ -37,12 +38,14 @@ class WarmUps:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._left: dict[Signature, _Left] = {}
+        self._begun: dict[Signature, _WarmUp] = {}
 
     def left(self, signature: Signature, accumulation: AccumulationPhase) -> int:
         """Return the number of warm-up steps left before a capture."""
-        left = self._left.get(signature)
-        return self._steps if left is None else left.by_phase.get(accumulation, left.steps)
+        if (warm_up := self._of(signature)) is None:
+            return self._steps
+        done = sum(each == signature for each in warm_up.done.get(accumulation, ()))
+        return max(warm_up.steps - done, 0)
 
     def is_at_its_end(self, signature: Signature, accumulation: AccumulationPhase) -> bool:
         """True if the next step can be the last before a capture, and is not the first."""
@@ -50,18 +53,31 @@ class WarmUps:
 
     def is_new(self, signature: Signature) -> bool:
         """True if no step has begun on a batch of this signature."""
-        return signature not in self._left
+        return self._of(signature) is None
+
+    def _of(self, signature: Signature) -> _WarmUp | None:
+        """The warm-up of a signature, or what other ones have of it, since a value was read."""
+        if (warm_up := self._begun.get(signature)) is not None:
+            return warm_up
+        parts = _WarmUp(self._steps)
+        for other in self._begun.values():
+            for accumulation, done in other.done.items():
+                if same := [each for each in done if each == signature]:
+                    parts.done.setdefault(accumulation, []).extend(same)
+        if parts.done:
+            self._begun[signature] = parts
+        return self._begun.get(signature)
 
     def begin(self, signature: Signature, is_later: bool = False) -> None:
         """Begin the warm-up of a signature, a short one if it comes later than others."""
-        make_room(self._left)
-        self._left[signature] = _Left(min(_LATER_STEPS, self._steps) if is_later else self._steps)
+        make_room(self._begun)
+        self._begun[signature] = _WarmUp(min(_LATER_STEPS, self._steps) if is_later else self._steps)
 
     def done(self, signature: Signature, accumulation: AccumulationPhase) -> None:
         """Count a step that has returned."""
-        left = self.left(signature, accumulation)
-        self._left[signature].by_phase[accumulation] = max(left - 1, 0)
+        if self.left(signature, accumulation) > 0:
+            self._begun[signature].done.setdefault(accumulation, []).append(signature)
 
     def forget(self) -> None:
         """Begin every warm-up again."""
-        self._left.clear()
+        self._begun.clear()

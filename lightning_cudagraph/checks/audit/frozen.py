@@ -3,8 +3,8 @@
 Host code in a captured step runs once, at the capture. A value that it read stays what it was; an
 attribute that it set is not set again; a random number that it drew stays the same; a line that it
 printed is not printed again. The interpreter's profiling hook sees calls (`host_calls.py`), a comparison
-of objects before and after the step sees changes (`walker.py`), and reads of the batch index are refused
-(`FrozenIndex`).
+of objects before and after the step sees changes (`walker.py`), and a read of a number that is another
+in each step is refused, unless it has few values (`moving_number`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,13 +32,20 @@ from lightning_cudagraph.device.sentry.first_refusal import (
 )
 from lightning_cudagraph.device.sentry.sentry import user_location
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
-from lightning_cudagraph.tensors.host_values import HostValue
+from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+__all__ = [
+    "StepAudit",
+    "effect_error",
+    "frozen_number",
+    "frozen_python_audit",
+    "moving_number",
+    "one_audit",
+]
 
-__all__ = ["FrozenIndex", "StepAudit", "effect_error", "frozen_python_audit", "one_audit"]
+# A value that a number has for fewer steps, on average, is not worth a graph.
+_FEW_STEPS = 32
 
 _HOST_HOOK = (
     "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
@@ -46,21 +53,36 @@ _HOST_HOOK = (
 )
 
 
-class FrozenIndex(HostValue):
-    """An integer that the step may pass on, but not read; each read is refused.
+def frozen_number(name: str, value: int) -> HostValue:
+    """A number that is another in each step, for a capture: every read is refused.
 
     Args:
-        name: its name for the user.
+        name: the name of the number for the user.
         value: its value, for a step that goes on after it was refused.
     """
+    return HostValue(value, lambda: refuse(frozen_read(name, user_location())))
 
-    def __new__(cls, name: str, value: int) -> Self:
-        return super().__new__(cls, value)
 
-    def __init__(self, name: str, value: int) -> None:
-        super().__init__(value, lambda: refuse(frozen_read(name, user_location())))
+def moving_number(reads: HostReads, name: str, value: int, max_graphs: int) -> HostValue:
+    """A number that is another in each step, for a capture: what is read of it may have a few values.
 
-    __hash__ = object.__hash__
+    Each of them has a graph of its own. Any other read is refused.
+
+    Args:
+        reads: notes the reads.
+        name: the name of the number for the user.
+        value: its value.
+        max_graphs: the most graphs.
+    """
+
+    def has_many(read: HostRead) -> bool:
+        ahead = range(value, value + _FEW_STEPS * max_graphs)
+        return len({read.of(number) for number in ahead}) > max(max_graphs, 2)
+
+    def refuse_read(read: HostRead) -> None:
+        refuse(frozen_read(read.path, user_location()))
+
+    return reads.beside_batch(name, value, has_many, refuse_read)
 
 
 class StepAudit:

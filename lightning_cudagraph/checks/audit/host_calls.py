@@ -127,6 +127,7 @@ class HostRules:
         stops: classes that are not entered, because the framework changes their objects in every step.
         remedies: what to do instead of a read, by its public name, where there is better advice than for
             all.
+        noted: public names of getters with reads that are noted elsewhere.
     """
 
     moving: Mapping[CodeType, str] = field(default_factory=dict)
@@ -141,6 +142,7 @@ class HostRules:
     other_in_captures: Mapping[Any, tuple[str, str]] = field(default_factory=dict)
     stops: tuple[type, ...] = ()
     remedies: Mapping[str, str] = field(default_factory=dict)
+    noted: frozenset[str] = frozenset()
 
 
 def allowance(name: str) -> str:
@@ -360,7 +362,7 @@ class HostCalls:
             self._touched[id(receiver)] = where
 
     def _refuse_read(self, name: str, asker: FrameType) -> None:
-        if not self._allows(name):
+        if name not in self._rules.noted and not self._allows(name):
             remedy = self._rules.remedies.get(name, _BEFORE)
             refuse(frozen_read(name, user_frame(asker), remedy))
 

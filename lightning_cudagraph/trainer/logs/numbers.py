@@ -7,6 +7,7 @@ number causes a re-capture.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = ["LoggedNumbers"]
 _What = tuple[str, int]  # a description, and an index among numbers of the same description
 # A bound on memory, for loaders that yield new shapes in each batch.
 _MAX_KINDS = 64
+_MAX_STEPS = 16
 
 
 @dataclass
@@ -51,7 +53,7 @@ class LoggedNumbers:
     """The logged numbers of each step; a number that changes is refused."""
 
     def __init__(self) -> None:
-        self._warm_up: dict[Hashable, dict[_What, _Seen]] = {}
+        self._warm_up: dict[Hashable, deque[tuple[Hashable, dict[_What, Any]]]] = {}
         self._captured: dict[Hashable, dict[_What, Any]] = {}
         self._step: dict[_What, Any] = {}
         self._check: Callable[[_What, Any], None] = _no_check
@@ -66,17 +68,20 @@ class LoggedNumbers:
         """Count the last eager step as a warm-up step of this kind."""
         if kind not in self._warm_up and len(self._warm_up) >= _MAX_KINDS:
             self._warm_up.clear()
-        seen = self._warm_up.setdefault(kind, {})
-        for what, value in self._step.items():
-            if what in seen:
-                seen[what].add(value)
-            else:
-                seen[what] = _Seen(value)
+        self._warm_up.setdefault(kind, deque(maxlen=_MAX_STEPS)).append((kind, self._step))
 
     def begin_capture(self, kind: Hashable) -> None:
         """Begin a step of this kind in a capture."""
         self._kind = kind
-        seen = self._warm_up.get(kind, {})
+        seen: dict[_What, _Seen] = {}
+        # Since a capture has read another host value, steps of one kind may be of several.
+        steps = [step for steps in self._warm_up.values() for of, step in steps if of == kind]
+        for step in steps:
+            for what, value in step.items():
+                if what in seen:
+                    seen[what].add(value)
+                else:
+                    seen[what] = _Seen(value)
 
         def check(what: _What, value: Any) -> None:
             if what in seen:

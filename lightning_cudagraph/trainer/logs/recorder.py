@@ -205,6 +205,7 @@ class Logs:
         if capturing:
             self._slots = {}
             if self._is_first_instance:
+                self._places.pop(place, None)  # its key may differ by the end of the capture
                 self._places[place] = SumsOfPlace()
         if self._trainer.predicting:
             events: list[Event] = []

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_cudagraph.checks.audit.frozen import FrozenIndex
+from lightning_cudagraph.checks.audit.frozen import frozen_number
 from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.guards import Guards
@@ -38,7 +38,7 @@ from lightning_cudagraph.graphed_step.run import StepRun, StepSettings
 from lightning_cudagraph.graphed_step.step import GraphedStep
 from lightning_cudagraph.graphed_step.surroundings import optimizer_inside
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
-from lightning_cudagraph.tensors.host_values import HostValue
+from lightning_cudagraph.tensors.host_values import HostValue, value_of
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.config.settings import Settings
@@ -314,21 +314,16 @@ class _BatchArguments(Arguments):
             return function(self.batch, *self.indices)
         indices: list[Any] = [*self.indices]
         if indices:
-            indices[0] = FrozenIndex("batch_idx", indices[0])
+            indices[0] = frozen_number("batch_idx", indices[0])
         return map_leaves(function(batch, *indices), _checked)
 
 
 def _checked(leaf: Any) -> Any:
-    if isinstance(leaf, FrozenIndex):
-        raise CaptureError(
-            "The output of `training_step` holds `batch_idx`, which would stay what it is in this step.",
-            "Leave it out: `on_train_batch_end` is given it.",
-        )
     if isinstance(leaf, _MovedRate):
         _refuse_read()
     if isinstance(leaf, Later):
         leaf.refuse()
-    return leaf
+    return value_of(leaf)
 
 
 @dataclass

@@ -224,7 +224,15 @@ class TrainingSteps:
         total, current = progress.total, progress.current
         timed = self._clock.is_due(total.completed)
         between = partial(self._between, batch, batch_idx, steps)
-        replay = Replay(batch, accumulation, timed, self._upcoming, self._clock.copying, between)
+        replay = Replay(
+            batch,
+            accumulation,
+            timed,
+            self._upcoming,
+            self._clock.copying,
+            between,
+            beside=self._run.beside(batch_idx),
+        )
         if steps:
             total.ready += 1
             current.ready += 1
@@ -309,7 +317,8 @@ class TrainingSteps:
         def record(batch: Any, cut: BreakGraph, timed: bool) -> StepOutputs:
             with run.replicas.undone():  # each capture instance begins in the same state
                 timings = run.settings.timings if timed else None
-                outputs = recorder.record(batch, closure, body, timings, cut, place())
+                reads = None if step.signature is None else step.signature.reads
+                outputs = recorder.record(batch, closure, body, timings, cut, place(), reads)
             outputs.is_measured = self._engine.is_timed(step.signature)
             return outputs
 
@@ -322,6 +331,7 @@ class TrainingSteps:
         step = Step(
             batch=closure.batch,
             accumulation=accumulation,
+            beside=run.beside(closure.batch_idx),
             timed=timed,
             upcoming=self._upcoming,
             copying=self._clock.copying,

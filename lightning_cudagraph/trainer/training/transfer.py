@@ -73,8 +73,11 @@ class BatchTransfer:
             return None
         if self._unseen is None:
             self._unseen = self._is_unseen()
-        found = self._engine.static_for(batch) if self._unseen else None
-        if found is None:
+        if not self._unseen:
+            return None
+        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        beside = self._run.beside(progress.ready)  # the batch is counted after its transfer
+        if (found := self._engine.static_for(batch, beside)) is None:
             return None
         static, tensors, values = found
         if (copying := self._copying()) is None:

@@ -10,19 +10,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.graph import BreakGraph
-from lightning_cudagraph.checks.audit.frozen import FrozenIndex, StepAudit, frozen_python_audit
+from lightning_cudagraph.checks.audit.frozen import StepAudit, frozen_python_audit
 from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.device.sentry.compiled import recompilation
-from lightning_cudagraph.device.sentry.first_refusal import going_on, refuse
+from lightning_cudagraph.device.sentry.first_refusal import going_on
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
-from lightning_cudagraph.tensors.host_values import value_of
+from lightning_cudagraph.tensors.host_values import HostReads, HostValue, value_of
 from lightning_cudagraph.tensors.recomputed import recomputed_apart
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
@@ -35,7 +36,7 @@ from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
     StepOutputs,
 )
 from lightning_cudagraph.trainer.training.closures import GraphClosure
-from lightning_cudagraph.trainer.training.run import TrainingRun
+from lightning_cudagraph.trainer.training.run import STEP_GETTERS, TrainingRun
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_forward, timed_stages
 
 __all__ = ["Recorder"]
@@ -69,6 +70,7 @@ class Recorder:
         timings: LayerTimings | None,
         cut: BreakGraph | None,
         place: Hashable,
+        reads: HostReads | None = None,
     ) -> StepOutputs:
         """Run a step on the static batch.
 
@@ -79,6 +81,7 @@ class Recorder:
             timings: the timed layers, or None for no events.
             cut: called at each graph break; None outside of a capture.
             place: the kind of step: its accumulation phase and batch signature.
+            reads: in a capture, notes what the step reads of numbers that move.
 
         Raises:
             CaptureError: if the step has an effect on the host that a replay would not have.
@@ -108,7 +111,10 @@ class Recorder:
             return loss
 
         inner = self._run.optimization.closure_for_capture(
-            self._arguments(batch, closure), body.optimizer.optimizer, closure.batch_idx, call
+            _arguments(batch, closure, self._run.noted(reads, closure.batch_idx)),
+            body.optimizer.optimizer,
+            closure.batch_idx,
+            call,
         )
         if marks is not None:
             inner._step_fn = timed_forward(inner._step_fn, marks)
@@ -151,14 +157,14 @@ class Recorder:
             if capturing and self._trainer.world_size == 1 and are_several():
                 stack.enter_context(CollectiveRules(ALONE, TELL_LIGHTNING))
             if capturing:
+                harmless = self._harmless | _OF_LIGHTNING
+                rules = host_rules(self._trainer, harmless, self._metrics.stays_on_host)
                 audit = stack.enter_context(
                     frozen_python_audit(
                         self._module,
                         self._trainer,
                         self._run.backend.device,
-                        host_rules(
-                            self._trainer, self._harmless | _OF_LIGHTNING, self._metrics.stays_on_host
-                        ),
+                        replace(rules, noted=frozenset() if reads is None else STEP_GETTERS),
                     )
                 )
                 self._run.guards.mentioned.append(audit.mentioned)
@@ -167,7 +173,8 @@ class Recorder:
                 self._run.carried.inside(lambda: ", ".join(turn.whose for turn in turns))
             )
             stack.enter_context(body.arithmetic(capturing))
-            _run_body(body, inner, lambda: behind)
+            with self._run.noted_step(reads):
+                _run_body(body, inner, lambda: behind)
             result = inner.consume_result()
             self._metrics.write_back()
             self._metrics.undo()
@@ -199,13 +206,6 @@ class Recorder:
         """Layers and stages that no captured timed step has times of, with the reason."""
         return self._untimed or {}
 
-    def _arguments(self, batch: Any, closure: GraphClosure) -> OrderedDict[str, Any]:
-        arguments = OrderedDict(closure.kwargs)
-        arguments[next(iter(arguments))] = batch
-        if "batch_idx" in arguments and "batch_idx" not in self._harmless:
-            arguments["batch_idx"] = FrozenIndex("batch_idx", closure.batch_idx)
-        return arguments
-
     def _trained(self, before: Mapping[int, _Gradient]) -> dict[str, nn.Parameter]:
         """The parameters with gradients that the step has written, and not the host before it."""
         return {
@@ -236,6 +236,14 @@ class Recorder:
             self._module._current_fx_name = fx_name
 
 
+def _arguments(batch: Any, closure: GraphClosure, batch_idx: int | HostValue) -> OrderedDict[str, Any]:
+    arguments = OrderedDict(closure.kwargs)
+    arguments[next(iter(arguments))] = batch
+    if "batch_idx" in arguments:
+        arguments["batch_idx"] = batch_idx
+    return arguments
+
+
 def _run_body(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -> None:
     """Run the step; mark an error as the optimizer's if it comes after the backward pass."""
     try:
@@ -263,12 +271,4 @@ def _gradient(parameter: nn.Parameter) -> _Gradient:
 
 
 def _detached(leaf: Any) -> Any:
-    if isinstance(leaf, FrozenIndex):
-        refuse(
-            CaptureError(
-                "The output of `training_step` holds `batch_idx`, which would stay what it is in this"
-                " step.",
-                "Leave it out: `on_train_batch_end` is given it.",
-            )
-        )
     return leaf.detach() if isinstance(leaf, Tensor) else value_of(leaf)

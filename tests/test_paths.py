@@ -1,0 +1,266 @@
+"""Steps that branch on `batch_idx` or `global_step`: a graph for each path, chosen by what they read.
+
+`tests/gpu/test_paths.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cudagraph import CaptureError, CUDAGraphCallback
+from lightning_cudagraph.tensors.host_values import HostReads
+from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+from tests.test_fp16 import run as fp16
+
+BATCHES = 24
+
+
+class Branching(Net):
+    """Passes the loss to a function, and has a layer for some steps."""
+
+    def __init__(self, use: Callable[[Branching, Tensor, Any], Any]) -> None:
+        super().__init__(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.3))
+        self.use = use
+        self.extra = nn.Linear(12, 4)
+        self.every = 4
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return self.use(self, loss, batch_idx)
+
+    def penalty(self) -> Tensor:
+        return self.extra.weight.square().mean()
+
+
+def regularises(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+    """Other parameters, other logged values and other outputs on one path."""
+    if batch_idx % net.every == 0:
+        penalty = net.penalty()
+        net.log("penalty", penalty, on_step=True, on_epoch=True)
+        return {"loss": loss + penalty, "penalty": penalty.detach()}
+    return {"loss": loss}
+
+
+def alternates(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+    return loss if batch_idx % 2 else net.penalty() - loss
+
+
+def warms_up(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+    return loss * (0.1 if batch_idx < 10 else 1.0)
+
+
+def computes(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+    """Part of the index in arithmetic, in place, as an index, and in C code."""
+    part = loss.new_ones(4)
+    view = part[:2]
+    view *= 1 + batch_idx % 3
+    weights = [1.0, 2.0, 3.0]
+    return loss * weights[batch_idx % 3] + torch.mul(part, 2 * (batch_idx % 3)).sum()
+
+
+def logs_numbers(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+    """A number that is constant on each path."""
+    is_odd = bool(batch_idx & 1)
+    net.log("scale", 2.0 if is_odd else 1.0)
+    return loss * (2.0 if is_odd else 1.0)
+
+
+def comes_late(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+    """The first step of a path comes behind many captured ones; on it, the step reads more."""
+    if batch_idx >= 16:
+        return loss * (2 if batch_idx % 2 == 0 else 3)
+    return loss
+
+
+def counts_steps(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+    """The number of steps, across epochs."""
+    is_late = net.global_step >= 40 and net.trainer.global_step % 2 == 1
+    return loss + net.penalty() if is_late or net.global_step < 2 else loss
+
+
+def both(tmp_path: Path, accelerator: str, use: Any, ours: Any = None, **kwargs: Any) -> Trace:
+    """Train without and with the callback, and return the second run, which must equal the first."""
+    kwargs = {"accelerator": accelerator, "max_epochs": 4, **kwargs}
+    plain, graph = (
+        train(
+            make(lambda: Branching(use)),
+            tmp_path / name,
+            callback,
+            train_loader=loader(batches=BATCHES, ragged=False),
+            **kwargs,
+        )
+        for name, callback in (("plain", None), ("graph", ours or CUDAGraphCallback()))
+    )
+    assert_same(plain, graph)
+    return graph
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "alone"])
+@pytest.mark.parametrize(
+    ("use", "paths"),
+    [
+        (regularises, 2),
+        (alternates, 2),
+        (warms_up, 2),
+        (computes, 3),
+        (logs_numbers, 2),
+        (comes_late, 4),
+        (counts_steps, 3),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_paths(tmp_path: Path, accelerator: str, use: Any, paths: int, verify: bool) -> None:
+    ours = CUDAGraphCallback() if verify else CUDAGraphCallback(verify=None)
+    run = both(tmp_path, accelerator, use, ours)
+    assert run.counts.captures == paths
+    assert run.counts.recaptures == ()
+    assert run.counts.replayed > 1.5 * BATCHES
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_windows(tmp_path: Path, accelerator: str, window: int) -> None:
+    """Each accumulation phase reads another part of the index, and the phases share a static batch."""
+
+    def use(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+        if (batch_idx + 1) % window == 0:
+            net.log("of_the_last", loss)
+            return loss * (3 if batch_idx % 4 == 1 else 1)
+        return loss + net.penalty() if batch_idx % 3 == 0 else loss
+
+    run = both(
+        tmp_path,
+        accelerator,
+        use,
+        CUDAGraphCallback(verify=None),
+        max_epochs=8,
+        accumulate_grad_batches=window,
+    )
+    assert run.counts.captures >= 4
+    assert run.counts.replayed > 2 * BATCHES
+
+
+def test_fp16(tmp_path: Path, accelerator: str) -> None:
+    runs = [
+        fp16(
+            tmp_path / name,
+            accelerator,
+            lambda: Branching(regularises),
+            callback,
+            max_epochs=8,
+            gradient_clip_val=0.1,
+        )
+        for name, callback in (("plain", None), ("graph", CUDAGraphCallback()))
+    ]
+    (plain, plain_scales), (graph, graph_scales) = runs
+    assert_same(plain, graph)
+    assert not differences(plain_scales.history, graph_scales.history)
+    assert graph.counts.captures == 2
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "the index": lambda index: index,
+    "with as many values": lambda index: 0.5 * index,
+    "in a set": lambda index: index in {1, 2},
+    "seldom the same": lambda index: 1 + index // 10,
+    "too many comparisons": lambda index: index in range(100, 200),
+}
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("read", REFUSED.values(), ids=REFUSED)
+def test_refused(tmp_path: Path, accelerator: str, read: Callable[[Any], Any]) -> None:
+    def use(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+        return loss * read(batch_idx)
+
+    with pytest.raises(CaptureError, match=r"read of `batch_idx`.*\n  found at .*test_paths.py"):
+        both(tmp_path, accelerator, use, max_epochs=1)
+
+
+def test_control_without_notes_of_reads(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph then serves both paths."""
+    monkeypatch.setattr(HostReads, "_note", lambda self, read: None)
+    with pytest.raises(AssertionError, match="loss"):
+        both(tmp_path, accelerator, alternates, CUDAGraphCallback(verify=None))
+
+
+class Shows(Net):
+    """Does in the first batch of an evaluation what no graph can hold, or what another path has not."""
+
+    def __init__(self, shows: bool) -> None:
+        super().__init__()
+        self.shows = shows
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        if batch_idx == 0:
+            self.log("of_the_first", logits.max())
+            if self.shows:
+                print(f"shown: {logits.max().item()}")
+        self.log("val", logits.mean() * (2 if batch_idx % 2 else 1))
+        return {"logits": logits} if batch_idx == 0 else None
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_evaluation(
+    tmp_path: Path, accelerator: str, shows: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first batch has a graph, or is eager alone."""
+    plain, graph = (
+        train(
+            make(lambda: Shows(shows)),
+            tmp_path / name,
+            callback,
+            accelerator=accelerator,
+            val_loader=loader(seed=1, batches=8, ragged=False),
+            max_epochs=6,
+        )
+        for name, callback in (("plain", None), ("graph", CUDAGraphCallback(evaluation=True)))
+    )
+    assert_same(plain, graph)
+    shown = re.findall("shown: .*", capsys.readouterr().out)
+    assert shown[: len(shown) // 2] == shown[len(shown) // 2 :]
+    assert len(shown) == (2 * 6 if shows else 0)
+    assert graph.callback is not None
+    counts = graph.callback.summary.validate
+    assert counts is not None
+    assert counts.captures == (2 if shows else 3)
+    assert counts.replayed > 24
+
+
+def test_parts_of_a_number() -> None:
+    """Texts, values, and what is the same of two numbers."""
+    reads = HostReads(lambda: None)
+    refused: list[str] = []
+    index: Any = reads.beside_batch(
+        "index", 6, lambda read: read.text == "index", lambda read: refused.append(read.text)
+    )
+    with reads.noted():
+        assert index % 4 == 2
+        assert (index + 1) % 2 != 0
+        assert not index < 3
+        assert index - 6 == 0.0
+        assert bool(12 // index)
+        assert [1, 2, 3][index % 3] == 1
+        assert isinstance(index % 4, int)
+        assert isinstance(index / 4, float)
+    texts = [
+        *("index % 4 == 2", "(index + 1) % 2 != 0", "index < 3", "index - 6 == 0.0"),
+        *("bool(12 // index)", "index % 3"),
+    ]
+    assert [text for text, _ in reads.computed("index", 6)] == texts
+    assert reads.agree("index", 6, 6)
+    assert not reads.agree("index", 6, 18)
+    assert dict(reads.computed("index", 0))["bool(12 // index)"] is ZeroDivisionError
+    assert not refused
+    with reads.noted():
+        hash(index)
+    assert refused == ["index"]
