@@ -28,17 +28,14 @@ def pad_batches(
     Args:
         trainer: the trainer.
         buckets: the buckets, applied one after the other.
-        evaluation: pad in validation, test and prediction too, but not in the sanity check.
+        evaluation: pad in validation, test and prediction too.
         patches: ends the padding when it is closed.
     """
     plugin = trainer.precision_plugin
     convert = plugin.convert_input
 
     def convert_padded(batch: Any) -> Any:
-        stage = trainer.state.stage
-        is_padded = stage is RunningStage.TRAINING or (
-            evaluation and stage is not RunningStage.SANITY_CHECKING
-        )
+        is_padded = evaluation or trainer.state.stage is RunningStage.TRAINING
         if is_padded and batch is not None:  # a batch that Lightning leaves out
             for each in buckets:
                 batch = each.pad(batch)
