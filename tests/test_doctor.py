@@ -56,7 +56,7 @@ class Planted(Net):
         self.losses.append(loss.detach())  # FIND list
         loss = loss * self.weight  # FIND moving number
         loss = loss * (1 + batch_idx)  # FIND batch_idx
-        loss = loss * (1 if self.global_step < 99 else 2)  # FIND global_step
+        loss = loss * (1 + self.global_step)  # FIND global_step
         parts = torch.tensor([loss.detach(), losses.detach().sum()])  # FIND list of tensors
         wrong = (losses > 9).nonzero()  # FIND nonzero
         self.log("seconds", time.time())  # FIND clock
@@ -82,8 +82,8 @@ class Mended(Net):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.calls += 1  # MENDED counter
         self.weight.fill_(1.0 / (1 + batch_idx))  # MENDED moving number
-        self.batch_factor.fill_(1 + batch_idx % 2)  # MENDED batch_idx
-        self.step_factor.fill_(1 if self.global_step < 99 else 2)  # MENDED global_step
+        self.batch_factor.fill_(1 + batch_idx)  # MENDED batch_idx
+        self.step_factor.fill_(1 + self.global_step)  # MENDED global_step
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch

@@ -24,6 +24,7 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.traced import Stage
 from lightning_cudagraph.trainer.training.captured_step import recording
+from lightning_cudagraph.trainer.training.run import TrainingRun
 from tests.harness import Net, assert_same, differences, make, train
 from tests.optimizers import ReadsBack
 
@@ -80,7 +81,7 @@ class Masks(Quiet):
 
 class UsesBatchIdx(Quiet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * (1 + batch_idx % 3)
+        return super().training_step(batch, batch_idx) * (1 + batch_idx)
 
 
 class Counts(Quiet):
@@ -205,7 +206,7 @@ FAULTS: dict[str, Fault] = {
     "a branch on the loss": Fault(Branches, r"Python branch on a tensor.*\(`if loss > 1.3:`\)"),
     "a boolean mask": Fault(Masks, r"boolean mask.*\(`return losses\[losses > 0.5\].sum\(\)`\)"),
     "batch_idx in the loss": Fault(
-        UsesBatchIdx, r"`batch_idx`.*test_planted_faults.py:\d+.*batch_idx % 3", control="index"
+        UsesBatchIdx, r"`batch_idx`.*test_planted_faults.py:\d+.*1 \+ batch_idx", control="index"
     ),
     "a counter on self": Fault(Counts, r"`calls` of the `Counts`", control="audit"),
     "a global tensor reassigned": Fault(
@@ -244,7 +245,7 @@ def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif what == "audit":
         monkeypatch.setattr(recording, "frozen_python_audit", _no_audit)
     elif what == "index":
-        monkeypatch.setattr(recording, "FrozenIndex", lambda name, value: 3)
+        monkeypatch.setattr(TrainingRun, "noted", lambda self, reads, batch_idx: 3)
     elif what == "mirror":
         fill, filled = Stage.fill, []
 

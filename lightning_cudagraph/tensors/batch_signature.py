@@ -175,7 +175,7 @@ class Signature:
         return self._hash
 
     def _what_counts(self) -> list[_Counted]:
-        """What counts now of host values."""
+        """The parts of host values that count now."""
         if (reads := self.reads) is None:
             return []
         version, counted = self._counted

@@ -94,7 +94,7 @@ class HostValue:
 
 @dataclass(frozen=True)
 class HostRead:
-    """What a step reads of a host value: the value, or what it computes from it.
+    """A read of a host value by a step: of the value, or of a number computed from it.
 
     Attributes:
         path: the path of the value.
@@ -107,14 +107,14 @@ class HostRead:
     compute: Callable[[Any], Any]
 
     def of(self, value: Any) -> Any:
-        """What is read, given the value; the class of an error, which the step need not come to."""
+        """The result for a value; or the class of its error, to which the step itself may not come."""
         try:
             return self.compute(value)
         except (ArithmeticError, TypeError) as error:
             return type(error)
 
     def then(self, name: str, others: tuple[Any, ...], operate: Callable[[Any], Any]) -> HostRead:
-        """What an operation with another number, or with none, makes of it."""
+        """The read of an operation on its result, with another number or with none."""
         text, compute = self.text, self.compute
         if name in _COMPARISONS:
             text = f"{text} {_COMPARISONS[name]} {others[0]!r}"
@@ -251,7 +251,7 @@ def _with_operations(cls: Any, kind: Any) -> Any:
 
 
 class HostReads:
-    """What captured steps read of host values.
+    """The reads of host values by captured steps.
 
     Args:
         located: returns the line of the user's code that is running.
@@ -291,7 +291,7 @@ class HostReads:
         return bool(self._of)
 
     def computed(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """What captured steps read of the value at a path, with its text."""
+        """The results of the reads of the value at a path, with their texts."""
         for read in self._of.get(path, {}).values():
             yield read.text, read.of(value)
 
