@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import CatMetric
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback
 from lightning_cudagraph.tensors.host_values import HostReads
@@ -190,6 +191,27 @@ def test_control_without_notes_of_reads(
     monkeypatch.setattr(HostReads, "_note", lambda self, read: None)
     with pytest.raises(AssertionError, match="loss"):
         both(tmp_path, accelerator, alternates, CUDAGraphCallback(verify=None))
+
+
+class Counting(Net):
+    """Gives a part of the index to a metric that is called after each replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = CatMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.parts.update(batch_idx % 2)
+        return super().training_step(batch, batch_idx)["loss"]
+
+
+def test_a_metric_on_the_host(tmp_path: Path, accelerator: str) -> None:
+    modules = [make(Counting) for _ in range(2)]
+    for module, callback in zip(modules, (None, CUDAGraphCallback(verify=None)), strict=True):
+        trace = train(module, tmp_path / str(callback is None), callback, accelerator=accelerator)
+    assert trace.counts.replayed > 0
+    plain, graph = (module.parts.compute() for module in modules)
+    assert torch.equal(plain, graph)
 
 
 class Shows(Net):

@@ -57,8 +57,7 @@ class _Recorder(_ResultCollection):
                 " one step, which a replay cannot renew.",
                 "Leave `enable_graph` out.",
             )
-        if "batch_size" in kwargs:
-            kwargs["batch_size"] = value_of(kwargs["batch_size"])
+        kwargs = {key: value_of(given) for key, given in kwargs.items()}
         _note_batch_size(self._logged_numbers, fx, name, kwargs)
         if isinstance(value, Tensor) and not isinstance(value, Later):
             value = converted(value.detach())  # here, because the step's default dtype decides

@@ -23,6 +23,7 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.sentry import forbid, user_location
 from lightning_cudagraph.errors import Location
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_hidden_tensors
+from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.tensors.state import StaticState
 from lightning_cudagraph.trainer.metrics.calls import (
     BOOKS,
@@ -304,4 +305,4 @@ def _host_part(module: nn.Module) -> dict[str, Any]:
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    return leaf.detach() if isinstance(leaf, Tensor) else value_of(leaf)
