@@ -39,8 +39,9 @@ class Averaging(Callback):
     def __init__(self, **kwargs: Any) -> None:
         self.kwargs = kwargs or {"avg_fn": get_ema_avg_fn(0.9), "use_buffers": True}
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.average = AveragedModel(pl_module, **self.kwargs)
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # The device of the counter; without, it is on the host, and each update copies it.
+        self.average = AveragedModel(pl_module, device=pl_module.device, **self.kwargs)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if trainer.global_step == AT:

@@ -334,12 +334,12 @@ STATE: dict[type[Net], str] = {
 
 class GlobalStep(Scaled):
     def scale(self) -> float:
-        return self.global_step  # BAD GlobalStep
+        return float(self.global_step)  # BAD GlobalStep
 
 
 class TrainersStep(Scaled):
     def scale(self) -> float:
-        return self.trainer.global_step  # BAD TrainersStep
+        return float(self.trainer.global_step)  # BAD TrainersStep
 
 
 class BatchIndex(Scaled):
@@ -555,7 +555,7 @@ def test_allowed_if_harmless(tmp_path: Path, accelerator: str, cls: type[Net]) -
 
 @pytest.mark.long
 @pytest.mark.usefixtures("only_numbers_are_checked")
-@pytest.mark.parametrize("cls", [Counts, Rotates, OwnGenerator, GlobalNumber, GlobalStep])
+@pytest.mark.parametrize("cls", [Counts, Rotates, OwnGenerator, GlobalNumber])
 def test_without_the_audit_it_would_train_wrong(
     tmp_path: Path, accelerator: str, cls: type[Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from torch.optim import lr_scheduler
+
 from lightning_cudagraph.checks.guards.members import Members
 
 __all__ = ["Classes"]
@@ -19,6 +21,11 @@ _IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8
 
 # By an owner, in words and by its id, and a name.
 _Functions = dict[tuple[str, int, str], Any]
+
+
+def _is_of_schedulers(function: Any) -> bool:
+    """True for the wrapper that torch's schedulers put around `step`: it calls what was there before."""
+    return getattr(function, "__globals__", {}).get("__name__") == lr_scheduler.__name__
 
 
 class Classes:
@@ -55,7 +62,7 @@ class Classes:
         for owner in self._owners:
             kind = type(owner)
             for name, value in vars(owner).items():
-                if callable(value) and hasattr(kind, name):
+                if callable(value) and hasattr(kind, name) and not _is_of_schedulers(value):
                     found[f"the `{kind.__qualname__}`", id(owner), name] = value
         return found
 
