@@ -351,6 +351,8 @@ class PreparedOptimizer(EagerOptimizer):
             if self._form.inspected or self._is_compiled:
                 if not self._is_compiled or is_left_out():
                     stack.enter_context(TensorScalarMode())
+                if not self._is_compiled:  # its state is on the device, as with `fused=True`
+                    stack.enter_context(_not_asked_for_capturable(self.optimizer))
             elif not self.is_left_alone:  # compiled code guards on active modes: add none without need
                 traced = self._tracing()
                 stack.enter_context(traced)
