@@ -4,21 +4,18 @@ The graph holds the steps of both networks: forward and backward passes, and bot
 
 The generator learns eight points on a circle; nothing is downloaded.
 
-    python examples/gan.py
+    lightning-cudagraph fit --config configs/gan.yaml
 """
 
 from __future__ import annotations
 
 import math
-import time
 
 import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_cudagraph import CUDAGraphCallback
 
 POINTS = 8
 SPREAD = 0.05
@@ -45,13 +42,23 @@ class GAN(L.LightningModule):
         latent: Numbers that the generator draws for a point.
         width: Width of both networks.
         lr: Learning rate of both optimizers at the start.
+        points: Points of an epoch.
+        batch_size: Points of a batch.
     """
 
-    def __init__(self, latent: int = 16, width: int = 128, lr: float = 1e-3) -> None:
+    def __init__(
+        self,
+        latent: int = 16,
+        width: int = 128,
+        lr: float = 1e-3,
+        points: int = 6400,
+        batch_size: int = 64,
+    ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.latent = latent
         self.lr = lr
+        self.points, self.batch_size = points, batch_size
         self.generator = mlp(latent, width, 2)
         self.discriminator = mlp(2, width, 1, dropout=0.1)
 
@@ -89,6 +96,9 @@ class GAN(L.LightningModule):
         losses = {"discriminator_loss": discriminator_loss, "generator_loss": generator_loss}
         self.log_dict(losses, on_step=True, on_epoch=True, prog_bar=True)
 
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return circle(self.points, self.batch_size)
+
     def on_train_epoch_end(self) -> None:
         for scheduler in self.lr_schedulers():
             scheduler.step()
@@ -110,30 +120,7 @@ def circle(points: int, batch_size: int = 64, seed: int = 0) -> DataLoader[tuple
     return DataLoader(TensorDataset(data), batch_size=batch_size, drop_last=False)
 
 
-def main() -> None:
-    """Train with graphs and without, and compare."""
-    weights, seconds = {}, {}
-    for graphs in (False, True):
-        L.seed_everything(1, verbose=False)
-        model = GAN()
-        callback = CUDAGraphCallback()
-        trainer = L.Trainer(
-            callbacks=[callback] if graphs else [],
-            max_epochs=10,
-            accelerator="auto",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        started_s = time.perf_counter()
-        trainer.fit(model, circle(64 * 100))
-        seconds[graphs] = time.perf_counter() - started_s
-        weights[graphs] = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
-    print(f"{seconds[False]:.1f} s without graphs, {seconds[True]:.1f} s with them")
-    print("the weights are", "the same" if torch.equal(weights[False], weights[True]) else "different")
-
-
 if __name__ == "__main__":
-    main()
+    from run import run_example  # in the folder of this script
+
+    run_example(__file__)

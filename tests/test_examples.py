@@ -128,6 +128,7 @@ def test_example(
         ("digits", "sklearn", ["--data.batch_size=16"]),
         ("dlrm", "torch", ["--data.train_batches=6"]),
         ("ppo", "torch", ["--model.carts=24"]),
+        ("gan", "torch", ["--model.width=16"]),
         ("image_classifier", "torchvision", ["--data.batch_size=4", "--model.name=squeezenet1_1"]),
     ],
 )
