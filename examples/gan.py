@@ -4,6 +4,7 @@ The graph holds the steps of both networks: forward and backward passes, and bot
 
 The generator learns eight points on a circle; nothing is downloaded.
 
+    python examples/gan.py fit
     lightning-cudagraph fit --config configs/gan.yaml
 """
 

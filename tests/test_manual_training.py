@@ -342,6 +342,12 @@ def test_a_number_that_changes(tmp_path: Path, accelerator: str) -> None:
     assert any("weight" in reason for reason in run.counts.recaptures)
 
 
+@pytest.mark.parametrize("option", [{"compile": True}, {"scope": "forward_backward"}], ids=str)
+def test_options_of_automatic_optimization(tmp_path: Path, accelerator: str, option: Any) -> None:
+    with pytest.raises(UnsupportedError, match=f"`{next(iter(option))}="):
+        train(make(GAN), tmp_path, CUDAGraphCallback(**option), accelerator=accelerator)
+
+
 def test_a_part_that_is_captured_already(tmp_path: Path, accelerator: str) -> None:
     class Parts(GAN):
         def on_fit_start(self) -> None:

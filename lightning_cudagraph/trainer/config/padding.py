@@ -32,7 +32,7 @@ def pad_batches(
         patches: ends the padding when it is closed.
     """
     plugin = trainer.precision_plugin
-    convert = plugin.convert_input
+    convert = getattr(plugin, _CONVERT)
 
     def convert_padded(batch: Any) -> Any:
         is_padded = evaluation or trainer.state.stage is RunningStage.TRAINING

@@ -282,11 +282,6 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"`{name}.configure_optimizers` gives no optimizer, so that a step trains nothing.",
             "Return one; or run this without the callback.",
         )
-    if len(trainer.optimizers) != 1 and module.automatic_optimization:
-        raise UnsupportedError(
-            f"`{name}.configure_optimizers` gives {len(trainer.optimizers)} optimizers; expected one.",
-            "Use one optimizer, with several param groups if need be.",
-        )
     if trainer._detect_anomaly:
         raise UnsupportedError(
             "`Trainer(detect_anomaly=True)` reads values back to the host in every backward pass.",

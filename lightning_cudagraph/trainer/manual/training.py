@@ -53,16 +53,15 @@ from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
 __all__ = ["ManualTraining"]
 
-_PARTS = "apture the parts before it with `GraphedStep`"
 _WORDING = Wording(
     words={
         'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
-            f"c{_PARTS}"
+            "capture the parts before it with `GraphedStep`"
         ),
         'Pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
-            f"C{_PARTS}"
+            "Capture the parts before it with `GraphedStep`"
         ),
-        'pass `scope="forward_backward"`': f"c{_PARTS}",
+        'pass `scope="forward_backward"`': "capture the parts before it with `GraphedStep`",
     }
 )
 
@@ -77,7 +76,7 @@ class ManualTraining:
     def __init__(
         self, trainer: pl.Trainer, module: pl.LightningModule, backend: Backend, settings: Settings
     ) -> None:
-        _check(module)
+        _check(module, settings)
         self._trainer = trainer
         self._patches = ExitStack()
         self._is_timed = settings.timings is not None
@@ -175,7 +174,18 @@ class ManualTraining:
             self.is_in_step = False
 
 
-def _check(module: pl.LightningModule) -> None:
+def _check(module: pl.LightningModule, settings: Settings) -> None:
+    if settings.compile:
+        raise UnsupportedError(
+            "`compile=True` compiles the step of automatic optimization.",
+            "Leave it out, and compile the module or parts of it with `torch.compile`.",
+        )
+    if settings.scope == "forward_backward":
+        raise UnsupportedError(
+            '`scope="forward_backward"` leaves out the optimizer that Lightning steps, and `training_step`'
+            " steps its own.",
+            "Leave it out, or capture parts with `GraphedStep`." + see("manual_optimization"),
+        )
     for name, value in vars(module).items():
         if isinstance(value, GraphedStep) and not value.is_off:
             raise UnsupportedError(
