@@ -73,9 +73,9 @@ class CUDAGraphCallback(Callback):
     In pauses it shows ``~step_count/{replayed,eager}``, the steps so far; those of the warm-up are
     eager. For up to fifty steps each it shows ``~step_time_ms/{replayed,eager}``, their mean time on the
     host beside that of the measured plain steps, and for each window
-    ``~step_band_ms/{stage}/{p05,p50,p95}``, both with charts among the custom scalars. Under DDP it shows
-    ``~ranks_ms/work_{fastest,median,slowest,spread}``, the step times of the processes without waits for
-    each other, and ``~ranks/slowest``, the rank with the longest. As texts it shows captures and
+    ``~step_band_ms/{stage}/{p05,p50,p95}``, both with charts among the custom scalars. Under DDP it
+    shows ``~ranks_ms/work_{fastest,median,slowest,spread}``, the step times of the processes without
+    waits for each other, and ``~ranks/slowest``, the rank with the longest. As texts it shows captures and
     invalidations, ``~cudagraph/events``, and at the end of `fit` the ``~cudagraph/report``. Other
     loggers get the medians of each window, without the ``~``, and a `CSVLogger` nothing.
 

@@ -182,7 +182,7 @@ def _check(module: pl.LightningModule, settings: Settings) -> None:
         )
     if settings.scope == "forward_backward":
         raise UnsupportedError(
-            '`scope="forward_backward"` leaves out the optimizer that Lightning steps; here the step calls it.',
+            '`scope="forward_backward"` leaves the optimizer to Lightning, and here the step calls it.',
             "Leave it out, or capture parts with `GraphedStep`." + see("manual_optimization"),
         )
     for name, value in vars(module).items():
