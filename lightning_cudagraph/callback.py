@@ -75,8 +75,8 @@ class CUDAGraphCallback(Callback):
     host beside that of the measured plain steps, and for each window
     ``~step_band_ms/{stage}/{p05,p50,p95}``, both with charts among the custom scalars. Under DDP it
     shows ``~ranks_ms/work_{fastest,median,slowest,spread}``, the step times of the processes without
-    waits for each other, and ``~ranks/slowest``, the rank with the longest. As texts it shows captures and
-    invalidations, ``~cudagraph/events``, and at the end of `fit` the ``~cudagraph/report``. Other
+    waits for each other, and ``~ranks/slowest``, the rank with the longest. As texts it shows captures
+    and invalidations, ``~cudagraph/events``, and at the end of `fit` the ``~cudagraph/report``. Other
     loggers get the medians of each window, without the ``~``, and a `CSVLogger` nothing.
 
     Args:
