@@ -45,7 +45,7 @@ from lightning_cudagraph.trainer.config.support import (
 from lightning_cudagraph.trainer.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.manual.training import ManualTraining
-from lightning_cudagraph.trainer.training.loop import GraphedTraining
+from lightning_cudagraph.trainer.training.loop import GraphedTraining, is_in_fit
 
 __all__ = ["CUDAGraphCallback"]
 
@@ -228,8 +228,8 @@ class CUDAGraphCallback(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         training = self._training
-        if stage != TrainerFn.FITTING and training is not None and training.is_under_way:
-            self._interrupt(training, stage)
+        if stage != TrainerFn.FITTING and training is not None and is_in_fit(trainer):
+            self._interrupt(trainer, training, stage)
         self._close()  # a run that ended in an exception of another callback, before our hooks
         check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
         self._begin_padding(trainer, stage)
@@ -367,7 +367,9 @@ class CUDAGraphCallback(Callback):
         """Begin a run with an empty summary."""
         self._summary, self._is_printed = RunSummary(), True
 
-    def _interrupt(self, training: GraphedTraining | ManualTraining, stage: str) -> None:
+    def _interrupt(
+        self, trainer: pl.Trainer, training: GraphedTraining | ManualTraining, stage: str
+    ) -> None:
         """End the graphs of a `fit`, because one of its hooks has called another method of the trainer.
 
         Raises:
@@ -380,7 +382,7 @@ class CUDAGraphCallback(Callback):
                 "Call it between two fits.",
             )
         note = (
-            f"the graphs of a `fit` were released after step {training.global_step}, and its later steps"
+            f"the graphs of a `fit` were released after step {trainer.global_step}, and its later steps"
             f" are eager: `trainer.{stage}` was called before its end"
         )
         self._interrupted = self._finished(training, note)

@@ -48,7 +48,6 @@ from lightning_cudagraph.trainer.manual.surroundings import ManualOptimization
 from lightning_cudagraph.trainer.metrics.calls import Later
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.profilers import unprofiled
-from lightning_cudagraph.trainer.training.loop import is_in_fit
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
 __all__ = ["ManualTraining"]
@@ -118,16 +117,6 @@ class ManualTraining:
     def stage(self) -> StageSummary:
         """Counts of the steps so far."""
         return self._run.summary.calls
-
-    @property
-    def is_under_way(self) -> bool:
-        """True if the caller runs inside this `fit`."""
-        return is_in_fit(self._trainer)
-
-    @property
-    def global_step(self) -> int:
-        """The trainer's `global_step`."""
-        return self._trainer.global_step
 
     def install(self) -> None:
         """Install the patch."""

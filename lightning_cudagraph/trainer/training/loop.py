@@ -182,16 +182,6 @@ class GraphedTraining:
         """True while a step is under way; hooks inside the step see that."""
         return self._steps.is_in_step
 
-    @property
-    def is_under_way(self) -> bool:
-        """True if the caller runs inside this `fit`."""
-        return is_in_fit(self._trainer)
-
-    @property
-    def global_step(self) -> int:
-        """The trainer's `global_step`."""
-        return self._trainer.global_step
-
     def suspect(self) -> None:
         """Compare everything before the next replay: code other than training steps has run."""
         self._engine.pause()
