@@ -30,11 +30,11 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class CartPoles:
-    """Carts with poles, after Barto, Sutton and Anderson (1983). Each begins anew when its pole falls.
+    """Carts with poles, after Barto, Sutton and Anderson (1983). Each starts over when its pole falls.
 
     Args:
         carts: Number of carts.
-        most_steps: Steps after which a cart begins anew although its pole stands.
+        most_steps: Steps after which a cart starts over although its pole stands.
         device: Device of all tensors.
 
     Attributes:
@@ -94,7 +94,7 @@ class PPO(L.LightningModule):
 
     Args:
         carts: Number of carts.
-        most_steps: Steps after which a cart begins anew.
+        most_steps: Steps after which a cart starts over.
         rollout_steps: Steps of each cart in a rollout.
         rollout_epochs: Epochs of training on a rollout.
         batch_size: States in a minibatch.

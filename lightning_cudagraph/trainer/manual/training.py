@@ -15,11 +15,9 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.frozen import frozen_number
 from lightning_cudagraph.checks.audit.host_calls import HostRules
@@ -28,22 +26,26 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.compat.method_patches import in_place, patch_method
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
-from lightning_cudagraph.device.sentry.first_refusal import refuse
-from lightning_cudagraph.device.sentry.sentry import user_location
-from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, Wording, see
+from lightning_cudagraph.errors import UnsupportedError, Wording, see
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, StepRecorder, StepResult
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun, StepSettings
 from lightning_cudagraph.graphed_step.step import GraphedStep
-from lightning_cudagraph.graphed_step.surroundings import optimizer_inside
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
-from lightning_cudagraph.tensors.host_values import HostValue, value_of
+from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.logs.recorder import Logs
+from lightning_cudagraph.trainer.manual.schedulers import (
+    MovedRate,
+    ScheduledOptimizers,
+    noting_step,
+    refuse_read,
+    refusing_step,
+)
 from lightning_cudagraph.trainer.manual.surroundings import ManualOptimization
 from lightning_cudagraph.trainer.metrics.calls import Later
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
@@ -201,7 +203,7 @@ class _WholeStep(ManualOptimization):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
-        self.scheduled = _Scheduled()
+        self.scheduled = ScheduledOptimizers()
 
     def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
         # Not those of the trainer: `noted` replaces their `step`.
@@ -211,10 +213,10 @@ class _WholeStep(ManualOptimization):
     def noted(self, notes: list[Callable[[], object]]) -> Iterator[None]:
         with super().noted(notes), ExitStack() as stack:
             for config in self._trainer.lr_scheduler_configs:
-                step = _noting_step(notes, config.scheduler, self.scheduled)
+                step = noting_step(notes, config.scheduler, self.scheduled)
                 stack.enter_context(in_place(config.scheduler, "step", step))
             for wrapper in self._wrappers():
-                step = _refusing_step(wrapper, self.scheduled)
+                step = refusing_step(wrapper, self.scheduled)
                 stack.enter_context(in_place(wrapper, "_on_before_step", step))
             yield
 
@@ -222,83 +224,6 @@ class _WholeStep(ManualOptimization):
     def reads(self, mentioned: MentionedNames) -> Iterator[None]:
         yield
         self.metrics.tell_reads(mentioned)
-
-
-class _MovedRate(HostValue):
-    """A learning rate that a scheduler has moved on; each read is refused."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__(rate, _refuse_read)
-
-
-class _Scheduled:
-    """The optimizers that schedulers have moved on in the step under capture.
-
-    Their learning rates move after the replay. A step that reads one of them before is refused.
-    """
-
-    def __init__(self) -> None:
-        self._rates: dict[int, list[tuple[dict[str, Any], Any]]] = {}
-
-    def __contains__(self, optimizer: Optimizer) -> bool:
-        return id(optimizer) in self._rates
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Refuse reads of the learning rates of an optimizer from now on."""
-        if optimizer in self:
-            return
-        self._rates[id(optimizer)] = [(group, group["lr"]) for group in optimizer.param_groups]
-        for group, rate in self._rates[id(optimizer)]:
-            # A number for a tensor too: C code would take a `HostValue` for it.
-            group["lr"] = _MovedRate(0.0 if isinstance(rate, Tensor) else rate)
-
-    def restore(self) -> None:
-        """Restore the learning rates, at the end of a step."""
-        rates, self._rates = self._rates, {}
-        for group, rate in (each for groups in rates.values() for each in groups):
-            group["lr"] = rate
-
-
-def _refuse_read() -> None:
-    refuse(_moved("The step reads a learning rate after its scheduler has moved it;", user_location()))
-
-
-def _moved(what: str, where: Location | None = None) -> CaptureError:
-    return CaptureError(
-        f"{what} the rate moves after the replay.",
-        "Call the scheduler at the end of the step." + see("manual_optimization"),
-        location=where,
-    )
-
-
-def _noting_step(
-    notes: list[Callable[[], object]], scheduler: Any, scheduled: _Scheduled
-) -> Callable[..., None]:
-    """Replacement of a scheduler's `step`: the rate moves after each replay, for the next step."""
-    step = scheduler.step
-
-    def note(*args: Any, **kwargs: Any) -> None:
-        for given in (*args, *kwargs.values()):
-            raise CaptureError(
-                f"`{type(scheduler).__qualname__}.step` is given {given!r} in the step.",
-                "Call it in `on_train_epoch_end`.",
-            )
-        scheduled.add(optimizer_inside(scheduler.optimizer))
-        notes.append(step)
-
-    return note
-
-
-def _refusing_step(wrapper: LightningOptimizer, scheduled: _Scheduled) -> Callable[[], None]:
-    """Replacement of a counter: an optimizer steps with the rate that the replay begins with."""
-    count = wrapper._on_before_step
-
-    def check() -> None:
-        if optimizer_inside(wrapper) in scheduled:
-            raise _moved("An optimizer steps after its scheduler in one `training_step`;")
-        count()
-
-    return check
 
 
 @dataclass(frozen=True)
@@ -317,8 +242,8 @@ class _BatchArguments(Arguments):
 
 
 def _checked(leaf: Any) -> Any:
-    if isinstance(leaf, _MovedRate):
-        _refuse_read()
+    if isinstance(leaf, MovedRate):
+        refuse_read()
     if isinstance(leaf, Later):
         leaf.refuse()
     return value_of(leaf)

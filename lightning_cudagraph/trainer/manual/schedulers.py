@@ -1,0 +1,100 @@
+"""Schedulers that a captured `training_step` of manual optimization calls.
+
+A scheduler sets a learning rate on the host. In a capture its `step` is put off until after the replay:
+the step may neither read that rate nor use it afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_cudagraph.device.sentry.first_refusal import refuse
+from lightning_cudagraph.device.sentry.sentry import user_location
+from lightning_cudagraph.errors import CaptureError, Location, see
+from lightning_cudagraph.graphed_step.surroundings import optimizer_inside
+from lightning_cudagraph.tensors.host_values import HostValue
+
+__all__ = ["MovedRate", "ScheduledOptimizers", "noting_step", "refuse_read", "refusing_step"]
+
+
+class MovedRate(HostValue):
+    """A learning rate that a scheduler has moved on; each read is refused."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate, refuse_read)
+
+
+class ScheduledOptimizers:
+    """The optimizers that schedulers have moved on in the step under capture.
+
+    Their learning rates move after the replay. A step that reads one of them before is refused.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[int, list[tuple[dict[str, Any], Any]]] = {}
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return id(optimizer) in self._rates
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Refuse reads of the learning rates of an optimizer from now on."""
+        if optimizer in self:
+            return
+        self._rates[id(optimizer)] = [(group, group["lr"]) for group in optimizer.param_groups]
+        for group, rate in self._rates[id(optimizer)]:
+            # A number for a tensor too: C code would take a `HostValue` for it.
+            group["lr"] = MovedRate(0.0 if isinstance(rate, Tensor) else rate)
+
+    def restore(self) -> None:
+        """Restore the learning rates, at the end of a step."""
+        rates, self._rates = self._rates, {}
+        for group, rate in (each for groups in rates.values() for each in groups):
+            group["lr"] = rate
+
+
+def refuse_read() -> None:
+    """Refuse a read of a learning rate that a scheduler has moved on."""
+    refuse(_moved("The step reads a learning rate after its scheduler has moved it;", user_location()))
+
+
+def _moved(what: str, where: Location | None = None) -> CaptureError:
+    return CaptureError(
+        f"{what} the rate moves after the replay.",
+        "Call the scheduler at the end of the step." + see("manual_optimization"),
+        location=where,
+    )
+
+
+def noting_step(
+    notes: list[Callable[[], object]], scheduler: Any, scheduled: ScheduledOptimizers
+) -> Callable[..., None]:
+    """Replacement of a scheduler's `step`: the rate moves after each replay, for the next step."""
+    step = scheduler.step
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        for given in (*args, *kwargs.values()):
+            raise CaptureError(
+                f"`{type(scheduler).__qualname__}.step` is given {given!r} in the step.",
+                "Call it in `on_train_epoch_end`.",
+            )
+        scheduled.add(optimizer_inside(scheduler.optimizer))
+        notes.append(step)
+
+    return note
+
+
+def refusing_step(wrapper: LightningOptimizer, scheduled: ScheduledOptimizers) -> Callable[[], None]:
+    """Replacement of a counter: an optimizer steps with the rate that the replay begins with."""
+    count = wrapper._on_before_step
+
+    def check() -> None:
+        if optimizer_inside(wrapper) in scheduled:
+            raise _moved("An optimizer steps after its scheduler in one `training_step`;")
+        count()
+
+    return check
