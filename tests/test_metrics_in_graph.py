@@ -243,7 +243,9 @@ class ManyMetrics(Watched):
 @UNIMPORTANT
 @pytest.mark.parametrize("method", ["update", "forward"])
 def test_which_metrics_are_in_the_graph(tmp_path: Path, accelerator: str, method: str) -> None:
-    _, graph = both(lambda: ManyMetrics(method), tmp_path, accelerator, replays=9, max_epochs=2)
+    # With `forward`, the second epoch is warmed up again: a value that the step reads was reset.
+    replays = 9 if method == "update" else 7
+    _, graph = both(lambda: ManyMetrics(method), tmp_path, accelerator, replays, max_epochs=2)
     found = on_host(graph)
     expected = {f"all.{name}": row[2 if method == "update" else 3] for name, row in TABLE.items()}
     wrong = {

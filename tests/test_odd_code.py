@@ -251,6 +251,21 @@ class ZeroesEveryFourth(Net):
             optimizer.zero_grad()
 
 
+class Adversarial(Net):
+    """Trains on batches that are moved along the gradient of the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x.requires_grad_()
+        nn.functional.cross_entropy(self(x), y).backward(inputs=[x])
+        return nn.functional.cross_entropy(self(x.detach() + 0.1 * x.grad.sign()), y)
+
+
+class IndexesWithIndex(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["loss"] + self.head.weight[batch_idx % 2].sum()
+
+
 SAME: list[type[Net]] = [
     ZeroesEveryFourth,
     ClassAttribute,
@@ -276,6 +291,8 @@ SAME: list[type[Net]] = [
     WritesToALog,
     ReturnsADataclass,
     DoublePrecisionHead,
+    Adversarial,
+    IndexesWithIndex,
 ]
 
 
@@ -341,11 +358,6 @@ class FloatTimesIndex(Net):
         return super().training_step(batch, batch_idx)["loss"] * (1 + 0.1 * batch_idx)
 
 
-class IndexesWithIndex(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx)["loss"] + self.head.weight[batch_idx % 4].sum()
-
-
 class CountsToIndex(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx)["loss"] + sum(range(batch_idx))
@@ -392,7 +404,6 @@ REFUSED: dict[type[Net], str] = {
     IndexTimesTensor: "`batch_idx`",
     TensorTimesIndex: "`batch_idx`",
     FloatTimesIndex: "`batch_idx`",
-    IndexesWithIndex: "`batch_idx`",
     CountsToIndex: "`batch_idx`",
     ReturnsIndex: "read of `batch_idx`",
     SetsTheLrInside: "sets a learning rate",

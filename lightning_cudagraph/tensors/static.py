@@ -8,7 +8,6 @@ same for a string or a number: the Python of a later check reads the value of it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from lightning_cudagraph.tensors.host_values import HostReads, HostValue, held, 
 from lightning_cudagraph.tensors.writes import storage_id
 
 __all__ = ["Loan", "StaticBatch"]
-
-_requires_grad = attrgetter("requires_grad")
 
 
 class _Pattern:
@@ -117,24 +114,34 @@ def _matches(
 
 
 class Loan:
-    """The static batch for one run of the step, in containers of its own.
+    """The static batch for one run of the step, in containers and tensor objects of its own.
 
-    So objects that the step puts into them are in no other run, nor in the next capture.
+    So what the step puts into a container or onto a tensor is in no other run, nor in the next capture:
+    `x.requires_grad_()`, the gradient that `x` then gets, a hook.
 
     Args:
         batch: the static batch.
-        buffers: its tensors.
-        lent: returns what the step gets for a leaf.
+        value: returns what the step gets for a leaf that is no tensor.
 
     Attributes:
-        batch: copies of the containers, around the static buffers.
+        batch: copies of the containers, around aliases of the static buffers.
     """
 
-    def __init__(self, batch: Any, buffers: Sequence[Tensor], lent: Callable[[Any], Any]) -> None:
+    def __init__(self, batch: Any, value: Callable[[Any], Any]) -> None:
+        aliases: dict[int, Tensor] = {}
+
+        def lent(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return value(leaf)
+            if id(leaf) not in aliases:
+                alias = aliases[id(leaf)] = leaf.detach()
+                vars(alias).update(vars(leaf))
+            return aliases[id(leaf)]
+
         self.batch = map_leaves(batch, lent)
         self._leaves = flatten_batch(self.batch)
         self._structure = structure_of(batch)
-        self._versions = [(buffer, buffer._version) for buffer in buffers]
+        self._versions = [(alias, alias._version) for alias in aliases.values()]
 
     def refuse_changes(self, written: Sequence[Tensor] = ()) -> None:
         """Refuse a run that has changed the batch: hooks would see another batch than in an eager step.
@@ -159,9 +166,9 @@ class Loan:
                 )
         # Writes that bypass autograd, such as `x.data.mul_(2)`, raise no version.
         memory = {storage_id(tensor) for tensor in written}
-        for buffer, version in self._versions:
-            if buffer._version != version or storage_id(buffer) in memory:
-                path = next(path for path, leaf in self._leaves if leaf is buffer)
+        for alias, version in self._versions:
+            if alias._version != version or storage_id(alias) in memory:
+                path = next(path for path, leaf in self._leaves if leaf is alias)
                 raise CaptureError(
                     f"The training step writes into `{path}` in place.",
                     "Write into a copy: `x = x.clone()`.",
@@ -215,11 +222,11 @@ class StaticBatch:
 
     def lend(self) -> Loan:
         """Make a `Loan` of the batch for a capture of the step, which notes its reads of host values."""
-        return Loan(self.batch, self._buffers, self._lent)
+        return Loan(self.batch, self._lent)
 
     def lend_values(self) -> Loan:
         """Make a `Loan` of the batch for an eager run of the step, with the host values themselves."""
-        return Loan(self.batch, self._buffers, held)
+        return Loan(self.batch, held)
 
     def _lent(self, leaf: Any) -> Any:
         reads = self._reads
@@ -256,13 +263,5 @@ class StaticBatch:
             hold(own, value)
         if len(tensors) != len(self._buffers):  # before anything is copied
             raise ValueError(f"{len(tensors)} tensors for {len(self._buffers)} static buffers")
-        # A step can have called `x.requires_grad_()`.
-        if any(map(_requires_grad, self._buffers)):
-            with torch.no_grad():
-                self._copy(tensors)
-        else:
-            self._copy(tensors)
-
-    def _copy(self, tensors: list[Tensor]) -> None:
         for buffer, source in zip(self._buffers, tensors, strict=True):
             buffer.copy_(source, non_blocking=True)

@@ -89,7 +89,7 @@ kept = []
 for index in range(80):  # more than torch has streams
     kept.append(SideStream(torch.device("cuda")))
     kept += [object() for _ in range(50_000)] + list(range(1000 * index, 1000 * index + 50_000))
-assert kept[0].workspace_bytes() > 0
+assert kept[0].workspace_bytes(torch.cuda.memory_snapshot()) > 0
 """
 
 
