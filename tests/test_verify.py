@@ -23,9 +23,11 @@ from lightning_cudagraph import (
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.checks.verify import verify
 from lightning_cudagraph.checks.verify.compare import distance, names_that_differ, rounding
+from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.device.backend import CudaBackend
 from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.errors import Location, StaleGraphError
 from lightning_cudagraph.optim.traced import Stage
 from lightning_cudagraph.tensors.batch import OF_THE_HOST
 from tests.harness import Net, assert_same, differences, fused_adamw, make, train
@@ -598,6 +600,59 @@ def test_sixteen_replays_are_enough() -> None:
     with pytest.raises(VerificationError, match="as little as other kernels could explain"):
         never_seen.checked_by(verifier, graph)
     assert never_seen.replays == 16
+
+
+class _EagerOnTape(_Replayed):
+    """Eager steps off by other units each, and the ops that the tape sees of those after the first.
+
+    Args:
+        eager: the units of the loss, step by step; the last of them for all that follow.
+        differs_at: index of the step on the tape that has another op; None for none.
+    """
+
+    def __init__(self, eager: list[float], differs_at: int | None = None) -> None:
+        super().__init__([0.0])
+        self.units = eager
+        self.differs_at = differs_at
+        self.traced = self.eager_steps = 0
+
+    def eagerly(self) -> dict[str, Tensor]:
+        units = self.units[min(self.eager_steps, len(self.units) - 1)]
+        self.eager_steps += 1
+        return {**self.step.replay(loss_units=units)[1], "other": torch.tensor(1.0)}
+
+    def trace(self) -> tuple[TapeDifference | None, dict[str, Tensor]]:
+        self.traced += 1
+        where = Location("step.py", 7, "loss = loss * self.turn")
+        other = TapeDifference("`aten.mul` had 1.0", "has 2.0", where, is_value=True)
+        return (other if self.traced - 1 == self.differs_at else None), self.eagerly()
+
+    def check(self) -> list[str]:
+        verifier, graph = _verifier(None), _Graph()
+        _Replayed([0.0]).checked_by(verifier, graph)
+        verifier.check(graph, self.step.state(), self.eagerly, self.replay, trace=self.trace)
+        return verifier.notes
+
+
+def test_an_eager_step_that_atomics_move_far_is_told_from_faults() -> None:
+    step = _EagerOnTape([100.0, 0.0])
+    assert "two eager steps from one state differ (first in the loss)" in step.check()[0]
+    assert step.traced == 8
+    assert torch.equal(step.step.weight, torch.full((4,), 1.5))
+
+
+def test_no_eager_step_has_the_numbers_of_the_replay() -> None:
+    with pytest.raises(VerificationError, match="first in the loss"):
+        _EagerOnTape([100.0, 50.0, 100.0]).check()
+
+
+@pytest.mark.parametrize("at", [0, 1, 6])
+def test_host_code_that_takes_turns_is_not_taken_for_atomics(at: int) -> None:
+    """Some of its eager steps have the numbers of the replay; the tape shows why others do not."""
+    with pytest.raises(
+        StaleGraphError, match=r"had 1.0 in the captured step, has 2.0 now at .*step.py:7"
+    ):
+        _EagerOnTape([100.0, 0.0], differs_at=at).check()
 
 
 @pytest.mark.parametrize("seldom", [1, 5, 14])

@@ -90,15 +90,15 @@ class Replays(Generic[T]):
             for parameter, gradient in before:
                 parameter.grad = gradient
 
-        def trace() -> TapeDifference | None:
+        def trace() -> tuple[TapeDifference | None, dict[str, Tensor]]:
             def rehearse(batch: Any) -> T:
                 with captured.tape.beside(state):
                     return step.rehearse(batch)
 
             with step.transaction(), self._backend.on_side_stream(), undone():
-                captured.run_eagerly(rehearse, step.batch)
+                outputs = step.values(captured.run_eagerly(rehearse, step.batch))
             put_back_gradients()
-            return captured.tape.difference
+            return captured.tape.difference, outputs
 
         timed = captured.kind_to_prove(step.timed)
         captured.adopt_gradients()
