@@ -608,10 +608,13 @@ class _EagerOnTape(_Replayed):
     Args:
         eager: the units of the loss, step by step; the last of them for all that follow.
         differs_at: index of the step on the tape that has another op; None for none.
+        replays: the units of the replays.
     """
 
-    def __init__(self, eager: list[float], differs_at: int | None = None) -> None:
-        super().__init__([0.0])
+    def __init__(
+        self, eager: list[float], differs_at: int | None = None, replays: tuple[float, ...] = (0.0,)
+    ) -> None:
+        super().__init__([*replays])
         self.units = eager
         self.differs_at = differs_at
         self.traced = self.eager_steps = 0
@@ -627,9 +630,10 @@ class _EagerOnTape(_Replayed):
         other = TapeDifference("`aten.mul` had 1.0", "has 2.0", where, is_value=True)
         return (other if self.traced - 1 == self.differs_at else None), self.eagerly()
 
-    def check(self) -> list[str]:
+    def check(self, checks_before: int = 1) -> list[str]:
         verifier, graph = _verifier(None), _Graph()
-        _Replayed([0.0]).checked_by(verifier, graph)
+        for _ in range(checks_before):
+            _Replayed([0.0]).checked_by(verifier, graph)
         verifier.check(graph, self.step.state(), self.eagerly, self.replay, trace=self.trace)
         return verifier.notes
 
@@ -639,6 +643,19 @@ def test_an_eager_step_that_atomics_move_far_is_told_from_faults() -> None:
     assert "two eager steps from one state differ (first in the loss)" in step.check()[0]
     assert step.traced == 8
     assert torch.equal(step.step.weight, torch.full((4,), 1.5))
+
+
+@pytest.mark.parametrize("history", [0, 1])
+def test_a_step_that_atomics_move_further_than_others(history: int) -> None:
+    """The replays differ from each other too, by less than the first eager step from them."""
+    on_tape_before = [2.0] * (history == 0)
+    step = _EagerOnTape([*on_tape_before, 100.0, 2.0], replays=(0.0, 1.0, 0.0, 2.0))
+    assert "two eager steps from one state differ (first in the loss)" in step.check(history)[0]
+    assert step.replays == 17
+    far = _EagerOnTape([0.0], replays=(100.0, 1.0))
+    assert "two replays from one state differ (first in the loss)" in far.check(history)[0]
+    with pytest.raises(VerificationError, match="first in the loss"):
+        _EagerOnTape([100.0], replays=(0.0, 1.0, 0.0, 2.0)).check(history)
 
 
 def test_no_eager_step_has_the_numbers_of_the_replay() -> None:
