@@ -232,9 +232,33 @@ class OneNet(GAN):
 
 class Reads(GAN):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx % 2 == 0:
-            return self.learn_critic(batch[0])
-        return self.learn_generator(batch[0])
+        self.learn_critic(batch[0])
+        return self.learn_generator(batch[0] * batch_idx)
+
+
+class InTurn(GAN):
+    """Trains the critic on every batch but each third, which trains the generator."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 3 == 2:
+            return self.learn_generator(batch[0])
+        return self.learn_critic(batch[0])
+
+
+class Named(GAN):
+    """Each batch has a name of its own, and every other one a number that the step reads."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        real, _, is_even = batch
+        if is_even:
+            return self.learn_critic(real)
+        return self.learn_generator(real)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if not self.trainer.training:
+            return batch
+        self.named = getattr(self, "named", 0) + 1
+        return [batch[0], f"{self.named}.png", self.named % 2]
 
 
 class Schedules(OneNet):
@@ -244,6 +268,23 @@ class Schedules(OneNet):
         loss = self.learn_generator(batch[0])
         self.lr_schedulers().step()
         return loss
+
+
+class Deep(GAN):
+    """A path in a path, which is read after the other path has a graph."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 3 == 2:
+            return self.learn_generator(batch[0] * 2 if batch_idx % 2 else batch[0])
+        return self.learn_critic(batch[0])
+
+
+@pytest.mark.parametrize(("build", "captures"), [(InTurn, 2), (Named, 2), (Deep, 4)])
+def test_paths(tmp_path: Path, accelerator: str, build: Any, captures: int) -> None:
+    run = both(tmp_path, accelerator, build, max_epochs=8)
+    assert run.counts.captures == captures
+    assert run.counts.replayed > 4 * BATCHES
+    assert run.counts.eager == {}
 
 
 def test_a_scheduler_in_the_step(tmp_path: Path, accelerator: str) -> None:

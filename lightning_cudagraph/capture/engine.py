@@ -26,6 +26,7 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.external_references import GradientCopies
+from lightning_cudagraph.tensors.host_values import HostReads
 from lightning_cudagraph.tensors.static import StaticBatch
 
 __all__ = ["StepEngine"]
@@ -48,10 +49,15 @@ class StepEngine(Generic[T]):
         run: the shared state of the run; engines of one run differ in their guards.
         guards: compare the values that graphs bake in.
         is_settled: returns True once steps create no more state; warm-up goes on until then.
+        reads: the reads of host values by steps of several engines; None for those of this one alone.
     """
 
     def __init__(
-        self, run: RunContext, guards: Guards, is_settled: Callable[[], bool] = lambda: True
+        self,
+        run: RunContext,
+        guards: Guards,
+        is_settled: Callable[[], bool] = lambda: True,
+        reads: HostReads | None = None,
     ) -> None:
         self.counts = run.counts
         self._run = run
@@ -68,7 +74,7 @@ class StepEngine(Generic[T]):
         self._without_graphs: list[str] = []
         self._warm_ups = WarmUps(run.settings.warmup_steps)
         self._copies = copies = GradientCopies()
-        graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device, run.signatures)
+        graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device, run.signatures, reads)
         self._graphs = graphs
         self._admission = admission = Admission(run, graphs, self._warm_ups)
         self._standing = standing = Invalidation(run, guards, graphs, self._warm_ups, copies)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -45,10 +45,12 @@ class Arguments:
     Attributes:
         batch: all arguments, by parameter name.
         positional: number of positional arguments, which come first.
+        beside: integers beside the batch, by name; what captured steps read of them counts.
     """
 
     batch: Any
     positional: int
+    beside: Mapping[str, int] = field(default_factory=dict)
 
     def call(self, function: Callable[..., Any], batch: Any = None) -> Any:
         """Call a function with these arguments, or with those of `batch` under the same names."""
@@ -162,7 +164,7 @@ class StepRecorder:
         state |= self._optimizers.state_tensors()
         return state | {f"parameter `{name}`": value for name, value in self.parameters().items()}
 
-    def warmed_up(self, arguments: Arguments) -> None:
+    def warmed_up(self, arguments: Arguments, habits: GradientHabits) -> None:
         """Note that the last eager call was a warm-up step."""
 
     def run(self, arguments: Arguments) -> Any:

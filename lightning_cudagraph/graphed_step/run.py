@@ -50,6 +50,7 @@ from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.batch_signature import Signature
+from lightning_cudagraph.tensors.host_values import HostReads
 from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
@@ -87,11 +88,14 @@ class _Specialization:
     digest: int
     calls: int = 0
 
-    def is_known(self, batch: Any, mode: _Mode, device_type: str) -> bool:
+    def is_known(self, arguments: Arguments, mode: _Mode, device_type: str) -> bool:
         """True if a quick comparison shows that a call has this specialization."""
         static = self.engine.static
         return (
-            static is not None and self.mode == mode and static.leaves_of(batch, device_type) is not None
+            static is not None
+            and self.mode == mode
+            and self.signature.agrees(arguments.beside)
+            and static.leaves_of(arguments.batch, device_type) is not None
         )
 
     @contextmanager
@@ -114,6 +118,7 @@ class StepRun:
         processes: the votes with other processes; None if this process calls the function alone.
         announce: shows a sentence to the user.
         wording: the words of the front end.
+        reads: the host values that captured steps read; None if all are part of the signature.
 
     Raises:
         UnsupportedError: if a module or an optimizer cannot be captured.
@@ -127,6 +132,7 @@ class StepRun:
         processes: StepProcesses | None,
         announce: Callable[[str], None] = _log.warning,
         wording: Wording = WORDING,
+        reads: HostReads | None = None,
     ) -> None:
         self.backend = backend
         self._model = of.model
@@ -135,6 +141,7 @@ class StepRun:
         self._settings = settings
         self._processes = processes
         self._wording = wording
+        self._reads = reads
         self._specializations: dict[Signature, _Specialization] = {}
         self._last: _Specialization | None = None
         of.surroundings.check()
@@ -194,7 +201,7 @@ class StepRun:
         """
         arguments = self._recorder.arguments(args, kwargs)
         try:
-            kind = self._specialization(arguments.batch)
+            kind = self._specialization(arguments)
         except UnsupportedError as error:
             if self._settings.raise_unsupported:
                 raise
@@ -209,18 +216,43 @@ class StepRun:
             kind.guards.suspect()
         # One instance for each phase: its gradients have one address anyway.
         accumulation = AccumulationPhase(True, kind.habits.finds_gradients())
-        result = kind.engine.again(Replay(arguments.batch, accumulation), self._refresh)
+        replay: Replay[StepResult] = Replay(
+            arguments.batch, accumulation, specialization=kind.mode, beside=arguments.beside
+        )
+        result = kind.engine.again(replay, self._refresh)
         if result is None:
             returned: list[Any] = []
             step = self._step(kind, arguments, accumulation, returned)
-            phase, result = kind.engine.step(step, self._refresh, kind.signature)
+            phase, result = self._run(kind, arguments, step)
             if phase is Phase.WARMING:
-                self._recorder.warmed_up(arguments)
+                self._recorder.warmed_up(arguments, kind.habits)
             if result is None:
                 return copied(returned[0])
         for note in result.host_notes:
             note()
         return copied(result.returned)
+
+    def _run(
+        self, kind: _Specialization, arguments: Arguments, step: Step[StepResult]
+    ) -> tuple[Phase, StepResult | None]:
+        """Run a step in its phase."""
+        if self._reads is None:
+            return kind.engine.step(step, self._refresh, kind.signature)
+        version, captures = self._reads.version, self.counts.captures
+        signature = self._signature(arguments, kind.mode)
+        outcome = kind.engine.step(step, self._refresh, signature)
+        kinds = [*self._specializations.values()]
+        if self.counts.captures != captures:
+            kind.signature = signature  # that of the graph: others will differ by what later steps read
+        if self._reads.version != version:
+            # Steps of several kinds have warmed up what has no graph.
+            for other in kinds:
+                if not other.engine.has_graphs:
+                    other.engine.close()
+            kinds = [other for other in kinds if other.engine.has_graphs]
+            self._last = kind if kind in kinds else None
+        self._specializations = {other.signature: other for other in kinds}
+        return outcome
 
     def suspect(self) -> None:
         """Compare everything before the next replay."""
@@ -266,6 +298,8 @@ class StepRun:
             is_broken=self._replicas.is_broken,
             mend=self._replicas.reset,
             learning=kind.learning,
+            specialization=kind.mode,
+            beside=arguments.beside,
         )
 
     def close(self) -> None:
@@ -276,18 +310,18 @@ class StepRun:
             for kind in self._specializations.values():
                 stack.callback(kind.engine.close)
 
-    def _specialization(self, batch: dict[str, Any]) -> _Specialization:
+    def _specialization(self, arguments: Arguments) -> _Specialization:
         mode = self._mode()
-        if self._last is not None and self._last.is_known(batch, mode, self.backend.device.type):
+        if self._last is not None and self._last.is_known(arguments, mode, self.backend.device.type):
             return self._last
-        signature = self._signature(batch, mode)
+        signature = self._signature(arguments, mode)
         if signature not in self._specializations:
             make_room(self._specializations, lambda kind: not kind.engine.has_graphs)
-            self._specializations[signature] = self._specialized(signature, mode, batch)
+            self._specializations[signature] = self._specialized(signature, mode, arguments.batch)
         return self._specializations[signature]
 
-    def _signature(self, batch: dict[str, Any], mode: _Mode) -> Signature:
-        return Signature(batch, self.backend.device, mode)
+    def _signature(self, arguments: Arguments, mode: _Mode) -> Signature:
+        return Signature(arguments.batch, self.backend.device, mode, self._reads, arguments.beside)
 
     def _mode(self) -> _Mode:
         """Return the mode of a call: autograd, autocast, and the switches of DDP wrappers."""
@@ -327,6 +361,7 @@ class StepRun:
             self._context,
             guards,
             lambda: habits.is_settled() and optimizers.is_settled() and self._replicas.is_settled(),
+            self._reads,
         )
         digest = digest_of(f"{_shapes(batch)} {mode}")
         return _Specialization(signature, mode, engine, guards, habits, digest)

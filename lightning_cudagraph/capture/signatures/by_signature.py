@@ -55,6 +55,7 @@ class GraphsBySignature(Generic[T]):
 
     Args:
         signatures: the signatures that have graphs, in all engines of the run.
+        reads: those of several engines; None for reads of this one alone.
 
     Attributes:
         reads: what the captured steps read of host values.
@@ -62,12 +63,15 @@ class GraphsBySignature(Generic[T]):
         latest: the graphs of the latest replay; None if there is none, or if they are released.
     """
 
-    def __init__(self, device: torch.device, signatures: Signatures) -> None:
+    def __init__(
+        self, device: torch.device, signatures: Signatures, reads: HostReads | None = None
+    ) -> None:
         self._device = device
         self._signatures = signatures
         self._graphs: dict[Signature, GraphsOfSignature[T]] = {}
         self._all: list[CapturedStep[T]] = []
-        self.reads = HostReads(user_location)
+        self._shares_reads = reads is not None
+        self.reads = HostReads(user_location) if reads is None else reads
         self.batches = 0
         self.latest: GraphsOfSignature[T] | None = None
 
@@ -129,7 +133,8 @@ class GraphsBySignature(Generic[T]):
         """Release all graphs and their memory."""
         for signature in [*self._graphs]:
             self.discard(signature)
-        self.reads.forget()
+        if not self._shares_reads:
+            self.reads.forget()
 
     def discard(self, signature: Signature) -> None:
         """Release the graphs of a signature, if it has any."""

@@ -38,7 +38,6 @@ from lightning_cudagraph.tensors.local import address_of
 __all__ = [
     "StepAudit",
     "effect_error",
-    "frozen_number",
     "frozen_python_audit",
     "moving_number",
     "one_audit",
@@ -51,16 +50,6 @@ _HOST_HOOK = (
     "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
     " result to the step in a registered buffer, written with `copy_` or `fill_`"
 )
-
-
-def frozen_number(name: str, value: int) -> HostValue:
-    """A number that is another in each step, for a capture: every read is refused.
-
-    Args:
-        name: the name of the number for the user.
-        value: its value, for a step that goes on after it was refused.
-    """
-    return HostValue(value, lambda: refuse(frozen_read(name, user_location())))
 
 
 def moving_number(reads: HostReads, name: str, value: int, max_graphs: int) -> HostValue:

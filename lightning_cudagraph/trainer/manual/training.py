@@ -8,7 +8,7 @@ each replay, as in evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,21 +19,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.amp import GradScaler
 
-from lightning_cudagraph.checks.audit.frozen import frozen_number
+from lightning_cudagraph.checks.audit.frozen import moving_number
 from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.compat.method_patches import in_place, patch_method
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.sentry.sentry import user_location
 from lightning_cudagraph.errors import UnsupportedError, Wording, see
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, StepRecorder, StepResult
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun, StepSettings
 from lightning_cudagraph.graphed_step.step import GraphedStep
-from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
-from lightning_cudagraph.tensors.host_values import value_of
+from lightning_cudagraph.tensors.batch import map_leaves
+from lightning_cudagraph.tensors.host_values import HostReads, value_of
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.config.settings import Settings
@@ -54,6 +55,7 @@ from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
 __all__ = ["ManualTraining"]
 
+_INDEX = "batch_idx"
 _WORDING = Wording(
     words={
         'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
@@ -235,10 +237,7 @@ class _BatchArguments(Arguments):
     def call(self, function: Callable[..., Any], batch: Any = None) -> Any:
         if batch is None:
             return function(self.batch, *self.indices)
-        indices: list[Any] = [*self.indices]
-        if indices:
-            indices[0] = frozen_number("batch_idx", indices[0])
-        return map_leaves(function(batch, *indices), _checked)
+        return map_leaves(function(batch, *self.indices), _checked)
 
 
 def _checked(leaf: Any) -> Any:
@@ -264,13 +263,16 @@ class _ManualRecorder(StepRecorder):
 
     logs: Logs
     trainer: pl.Trainer
+    noted_index: Callable[[int], Any]
+    is_index_noted: bool
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         batch, *indices = args
-        return _BatchArguments(batch, 1, tuple(indices))
+        beside = {_INDEX: indices[0]} if indices and self.is_index_noted else {}
+        return _BatchArguments(batch, 1, beside, tuple(indices))
 
-    def warmed_up(self, arguments: Arguments) -> None:
-        self.logs.warmed_up(_kind(arguments.batch), arguments.batch)
+    def warmed_up(self, arguments: Arguments, habits: GradientHabits) -> None:
+        self.logs.warmed_up(habits, arguments.batch)
 
     def run(self, arguments: Arguments) -> Any:
         with self.logs.noted():
@@ -284,10 +286,13 @@ class _ManualRecorder(StepRecorder):
         guards: Guards,
         capturing: bool,
     ) -> StepResult:
-        kind = _kind(batch)
-        with unprofiled(self.trainer), self.logs.recorded(kind, batch, capturing) as events:
+        if capturing and arguments.beside:
+            assert isinstance(arguments, _BatchArguments)
+            index, *others = arguments.indices
+            arguments = replace(arguments, indices=(self.noted_index(index), *others))
+        with unprofiled(self.trainer), self.logs.recorded(habits, batch, capturing) as events:
             result = super().record(batch, arguments, habits, guards, capturing)
-        logged = self.logs.finished(events, kind, capturing)
+        logged = self.logs.finished(events, habits, capturing)
         notes: list[Callable[[], object]] = [*result.host_notes]
         notes.append(partial(logged.hand_over, self.trainer))
         return _LoggedResult(result.returned, result.gradients, notes, logged)
@@ -317,7 +322,8 @@ class _ManualRun(StepRun):
     ) -> None:
         self._logs = logs
         self._trainer = trainer
-        super().__init__(of, backend, settings, None, _announce, _WORDING)
+        reads = HostReads(user_location)
+        super().__init__(of, backend, settings, None, _announce, _WORDING, reads)
 
     def _recorder_of(self, of: StepFunction) -> StepRecorder:
         recorder = _ManualRecorder(
@@ -328,12 +334,14 @@ class _ManualRun(StepRun):
             are_agreed=True,
         )
         recorder.logs, recorder.trainer = self._logs, self._trainer
+        recorder.is_index_noted = _INDEX not in self._harmless
+        recorder.noted_index = partial(self._noted, _INDEX)
         return recorder
+
+    def _noted(self, name: str, value: int) -> Any:
+        assert self._reads is not None
+        return moving_number(self._reads, name, value, self._settings.max_graphs)
 
 
 def _announce(text: str) -> None:
     rank_zero_info(f"lightning_cudagraph: {text}")
-
-
-def _kind(batch: Any) -> Hashable:
-    return tuple(leaf.shape for _, leaf in flatten_batch(batch) if isinstance(leaf, Tensor))
