@@ -6,23 +6,33 @@
 from __future__ import annotations
 
 import array
+import contextvars
+import csv
+import functools
+import hashlib
+import random
+import re
+import sqlite3
+import threading
 import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.checks.audit import versions
 from lightning_cudagraph.checks.audit.host_lines import line_that_sets, nearest_line
+from lightning_cudagraph.checks.audit.parts import hides_state
 from lightning_cudagraph.checks.audit.versions import Versions
 from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
 from lightning_cudagraph.checks.verify.tape import OpTape
@@ -147,6 +157,85 @@ def test_references_that_are_dead_say_nothing() -> None:
     holder = Holder(views=[weakref.ref(kept)])
     assert _changed(holder, lambda: holder.views.append(weakref.ref(Kept()))) == []
     assert _changed(holder, lambda: holder.views.append(weakref.ref(kept))) != []
+
+
+def test_a_weak_proxy_whose_object_is_gone() -> None:
+    kept, gone = Holder(number=1.0), Holder()
+    holder = Holder(there=weakref.proxy(kept), gone=weakref.proxy(gone))
+    del gone
+    assert "there.number" in str(_changed(holder, lambda: setattr(kept, "number", 2.0)))
+
+
+def test_modules_of_two_objects_have_one_path() -> None:
+    """As those of two models do, the closures of which a function has in common."""
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    walk = Walk([Root(Holder(module=model), "", "the holder") for model in models])
+    assert {*map(id, walk.hidden.values())} == {*map(id, models)}
+
+
+@pytest.mark.parametrize(
+    "value", [sqlite3.connect(":memory:"), hashlib.sha256(), csv.writer(StringIO())], ids=str
+)
+def test_objects_that_hide_their_state(value: Any) -> None:
+    assert hides_state(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({}, {}.keys(), iter([]), np.zeros(1), array.array("d"), memoryview(b"")),
+        *(np.random.default_rng(), random.Random(), re.compile("x"), StringIO(), threading.RLock()),
+        *(torch.zeros(1), torch.Generator(), nn.Linear(1, 1), nn.Linear.forward, torch, int, len),
+        *(weakref.ref(Holder), contextvars.ContextVar("x"), _numbers(), functools.cache(_numbers)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_objects_that_a_walk_sees(value: Any) -> None:
+    assert not hides_state(value)
+
+
+class CountsInADatabase(Net):
+    """A counter where no walk looks, in the step or in a hook that runs on the host."""
+
+    in_step = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = sqlite3.connect(":memory:")
+        self.base.execute("create table seen (number integer)")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.in_step:
+            self.base.execute("insert into seen values (1)")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.base.execute("insert into seen values (2)")
+
+    def counted(self) -> Any:
+        return self.base.execute("select number, count(*) from seen group by number").fetchall()
+
+
+def test_a_use_that_no_walk_sees_is_refused_before_it_happens(tmp_path: Path, accelerator: str) -> None:
+    module = make(CountsInADatabase)
+    with pytest.raises(CaptureError, match=r"a use of `Connection.execute`") as error:
+        train(module, tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    assert error.value.location is not None
+    assert "insert into seen values (1)" in error.value.location.source
+    assert dict(module.counted()) == {1: 3, 2: 3}
+
+
+def test_a_use_in_a_hook_on_the_host(tmp_path: Path, accelerator: str) -> None:
+    def build() -> CountsInADatabase:
+        module = CountsInADatabase()
+        module.in_step = False
+        return module
+
+    plain = train(make(build), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(build), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed > 10
+    assert plain.module.counted() == graph.module.counted()  # type: ignore[union-attr, operator]
 
 
 def test_a_buffer_can_grow_while_it_is_watched() -> None:

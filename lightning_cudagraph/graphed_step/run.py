@@ -22,6 +22,7 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
 from lightning_cudagraph.capture.stream_choice import Streams
+from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import (
     GuardedValues,
     Guards,
@@ -354,7 +355,12 @@ class StepRun:
             GuardedValues(optimizers.hyperparameters, optimizers.addresses, optimizers.frozen_values),
             Unguarded(surroundings.unwatched | self._harmless, surroundings.stays_on_host),
             OutsideModel(
-                surroundings.around, optimizers.parameters, optimizers.places, optimizers.stepped
+                surroundings.around,
+                optimizers.parameters,
+                optimizers.places,
+                optimizers.stepped,
+                # `OptimizerSteps` compares the options, which schedulers of manual optimization move.
+                lambda: [*optimizer_roots(optimizers.stepped(), with_options=False)],
             ),
         )
         engine: StepEngine[StepResult] = StepEngine(

@@ -88,7 +88,7 @@ class OptimizerSteps:
     def _prepared(self) -> list[PreparedOptimizer]:
         return [lease.prepared for lease in self._leases.values()]
 
-    def stepped(self) -> list[object]:
+    def stepped(self) -> list[Optimizer]:
         """The optimizers."""
         return [prepared.optimizer for prepared in self._prepared]
 

@@ -25,10 +25,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph.checks.audit.effects import OF_OPTIMIZER
+from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.audit.host_calls import HostRules, allowance
 from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
-from lightning_cudagraph.checks.audit.parts import PRIVATE
 from lightning_cudagraph.checks.audit.walker import Root
 from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
@@ -94,7 +93,6 @@ _LOG_THE_RATE = (
     "Log it with Lightning's `LearningRateMonitor`, or in `on_train_batch_end`, which runs on the host"
     " after every step."
 )
-_OF_GROUPS = frozenset({"params"})
 # Objects that Lightning itself changes in every step.
 RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader)
 _EFFECTS: dict[CodeType, str] = {
@@ -173,14 +171,7 @@ def outside_of_model(trainer: pl.Trainer) -> list[Root]:
             left_out = {n for n, part in attributes.items() if type(part) not in (*VALUES, list, dict)}
         of = f"the `{type(value).__qualname__}`"
         roots.append(Root(value, "", of, frozenset(left_out), is_entered=True))
-    for optimizer in trainer.optimizers:
-        of = f"{OF_OPTIMIZER} `{type(optimizer).__qualname__}`"
-        roots.append(Root(optimizer, "", of, frozenset({"state", "param_groups", PRIVATE}), True))
-        roots += [
-            Root(group, f"param_groups[{index}]", of, _OF_GROUPS, True)
-            for index, group in enumerate(optimizer.param_groups)
-        ]
-    return roots
+    return [*roots, *optimizer_roots(trainer.optimizers, with_options=True)]
 
 
 def refuse_replaced_methods(

@@ -51,6 +51,11 @@ def few() -> list[Case]:
     others = [name for name in EFFECTS if not name.startswith("counter: ")][::4]
     cases += [Case(name, setting=DEFAULT) for name in counters]
     cases += [Case(name, setting=UNCHECKED) for name in others]
+    cases += [
+        Case(f"counter: {name}", setting=UNCHECKED)
+        for name in ("sqlite3", "key of the optimizer's state")
+    ]
+    cases.append(Case("counter: attribute of the optimizer", mode="step"))
     return cases
 
 

@@ -8,32 +8,52 @@ the host, and of methods that Lightning calls around the step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.frozen import effect_error
+from lightning_cudagraph.checks.audit.host_calls import uses_refused
 from lightning_cudagraph.checks.audit.host_lines import is_set_elsewhere, line_that_sets, nearest_line
 from lightning_cudagraph.checks.audit.host_objects import (
     VALUES,
     is_users_module,
 )
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
-from lightning_cudagraph.checks.audit.parts import Moved
-from lightning_cudagraph.checks.audit.walker import Walk
+from lightning_cudagraph.checks.audit.parts import PRIVATE, Moved, hides_state
+from lightning_cudagraph.checks.audit.walker import Root, Walk
 from lightning_cudagraph.device.sentry.first_refusal import is_gathering, refuse
 from lightning_cudagraph.device.sentry.own_modes import not_compiled
 from lightning_cudagraph.device.sentry.sentry import is_users
-from lightning_cudagraph.errors import StaleGraphError
+from lightning_cudagraph.errors import CaptureError, StaleGraphError
 from lightning_cudagraph.tensors.signatures import make_room
 
-__all__ = ["OF_OPTIMIZER", "Effects"]
+__all__ = ["Effects", "optimizer_roots"]
 
 # The start of paths in an optimizer: a step without the optimizer can still be captured.
-OF_OPTIMIZER = "the optimizer"
+_OF_OPTIMIZER = "the optimizer"
+
+
+def optimizer_roots(optimizers: Iterable[Optimizer], with_options: bool) -> Iterator[Root]:
+    """Roots for what a step may change of optimizers: attributes, groups, and values in their state.
+
+    Args:
+        with_options: with the options of the class, such as the learning rate.
+    """
+    for optimizer in optimizers:
+        of = f"{_OF_OPTIMIZER} `{type(optimizer).__qualname__}`"
+        yield Root(optimizer, "", of, frozenset({"state", "param_groups", PRIVATE}), True)
+        for index, group in enumerate(optimizer.param_groups):
+            left_out = frozenset({"params"} if with_options else {"params", *optimizer.defaults})
+            yield Root(group, f"param_groups[{index}]", of, left_out, True)
+        for index, entries in enumerate(optimizer.state.values()):
+            if isinstance(entries, dict):
+                tensors = (name for name, value in entries.items() if isinstance(value, Tensor))
+                yield Root(entries, f"state[{index}]", of, frozenset(tensors), True)
 
 
 class Effects:
@@ -60,11 +80,13 @@ class Effects:
         self._harmless = harmless
         self._mentioned = MentionedNames()
         self._found: dict[Hashable, dict[Hashable, list[Moved]]] = {}
+        self._hiding: dict[int, Any] = {}  # by id: objects that steps use, and that hide their state
         self.kind: tuple[Hashable, Hashable] = (None, None)
 
     def forget(self) -> None:
         """Forget the effects."""
         self._found.clear()
+        self._hiding.clear()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -73,12 +95,16 @@ class Effects:
         Only the last warm-up step of each kind counts: lazy initialisation is done before it.
         """
         walk = self._walk(self._mentioned)
-        with _code_noted(self._mentioned):
+        used: dict[int, Any] = {}
+        with _code_noted(self._mentioned, _use_noted(walk, used)):
             yield
         signature, phase = self.kind
         if signature not in self._found:
             make_room(self._found)  # in the order in which warm-ups are forgotten
-        found = [moved for moved in walk.changes() if self._is_effect(moved)]
+        changes = walk.changes()
+        seen = {id(moved.node.owner) for moved in changes}
+        self._hiding |= {key: value for key, value in used.items() if key not in seen}
+        found = [moved for moved in changes if self._is_effect(moved)]
         self._found.setdefault(signature, {})[phase] = found
 
     @contextmanager
@@ -97,11 +123,14 @@ class Effects:
         self._refuse(lasting, self._mentioned.users_code)
         before = [(moved.node, moved.node.read()) for moved in found]
         try:
-            yield
+            with uses_refused(self._hiding):
+                yield
             self._refuse(found, captured().users_code)
-        except BaseException:
+        except BaseException as error:
             for node, parts in before:
                 node.put_back(parts)
+            if isinstance(error, CaptureError) and error.location is None:
+                self._refuse(found, captured().users_code)  # an effect has a line
             raise
         if is_gathering():
             for node, parts in before:
@@ -132,7 +161,7 @@ class Effects:
             if is_set_elsewhere(moved, captured, self._mentioned.users_code):
                 continue  # that code runs on the host in replays too
             error = effect_error(moved, line_that_sets(moved, captured) or nearest_line(moved, captured))
-            error.in_optimizer = moved.of.startswith(OF_OPTIMIZER)
+            error.in_optimizer = moved.of.startswith(_OF_OPTIMIZER)
             refuse(error, moved.subject)
 
     def _is_effect(self, moved: Moved) -> bool:
@@ -148,9 +177,28 @@ def _is_of_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
+def _use_noted(walk: Walk, used: dict[int, Any]) -> Callable[[Any], None]:
+    """A function that adds the receiver of a C call to `used` if the walk cannot see its state."""
+    hiding: dict[type, bool] = {}
+
+    def note(function: Any) -> None:
+        receiver = getattr(function, "__self__", None)
+        kind = type(receiver)
+        if kind not in hiding:
+            hiding[kind] = hides_state(receiver)
+        if hiding[kind] and walk.watches(receiver):
+            used[id(receiver)] = receiver
+
+    return note
+
+
 @contextmanager
-def _code_noted(mentioned: MentionedNames) -> Iterator[None]:
-    """Add the user code that runs in this thread, and the names in it, to `mentioned`."""
+def _code_noted(mentioned: MentionedNames, use_noted: Callable[[Any], None]) -> Iterator[None]:
+    """Add the user code that runs in this thread, and the names in it, to `mentioned`.
+
+    Args:
+        use_noted: called with each C function that is called.
+    """
     if sys.getprofile() is not None:  # the user's own profiler
         yield
         return
@@ -158,7 +206,9 @@ def _code_noted(mentioned: MentionedNames) -> Iterator[None]:
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and id(code) not in seen:
+        if event == "c_call":
+            use_noted(argument)
+        elif event == "call" and id(code) not in seen:
             seen[id(code)] = code  # holds it, so that no id is reused
             if is_users(code, frame.f_globals) and is_users_module(str(frame.f_globals.get("__name__"))):
                 mentioned.note(frame)

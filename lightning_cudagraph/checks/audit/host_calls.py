@@ -14,9 +14,11 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from enum import Enum
@@ -37,7 +39,7 @@ from lightning_cudagraph.device.sentry.first_refusal import refuse
 from lightning_cudagraph.device.sentry.sentry import is_installed, is_users, user_frame
 from lightning_cudagraph.errors import CaptureError, Location, see
 
-__all__ = ["HostCalls", "HostRules", "allowance", "frozen_read"]
+__all__ = ["HostCalls", "HostRules", "allowance", "frozen_read", "uses_refused"]
 
 _AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step."
 _BEFORE = (
@@ -171,6 +173,26 @@ def _short(name: str) -> str:
     return name.removeprefix("self.").removeprefix("trainer.")
 
 
+class _OfThread(threading.local):
+    receivers: Mapping[int, Any] = {}
+
+
+_here = _OfThread()
+
+
+@contextmanager
+def uses_refused(receivers: Mapping[int, Any]) -> Iterator[None]:
+    """Let the audits of captures in this thread refuse calls of C methods of these objects, by id.
+
+    No walk sees their state, such as that of a database connection.
+    """
+    before, _here.receivers = _here.receivers, receivers
+    try:
+        yield
+    finally:
+        _here.receivers = before
+
+
 class HostCalls:
     """Profiling hook that watches calls while a step runs.
 
@@ -204,6 +226,7 @@ class HostCalls:
         self._numpys: dict[int, Any] = {}  # by frame of a package's function that the user's code calls
         self._allowed_code: set[int] = set()
         self._globals: set[tuple[int, str]] = set()
+        self._refused_uses = _here.receivers
         self.mentioned = MentionedNames()
 
     def __enter__(self) -> HostCalls:
@@ -356,6 +379,8 @@ class HostCalls:
                     self._refuse_effect(label, asker, frame)
                 else:
                     self._refuse_read(label, asker)
+        elif id(receiver) in self._refused_uses and (asker := self._asker(frame)) is not None:
+            self._refuse_effect(f"{type(receiver).__qualname__}.{name}", asker, frame)
 
     def _touch(self, receiver: Any, frame: FrameType) -> None:
         if (where := user_frame(self._asker(frame))) is not None:

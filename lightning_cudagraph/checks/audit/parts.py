@@ -5,6 +5,7 @@ Only memory is read: no property, `__getattr__` or `__eq__` of the user's runs.
 
 from __future__ import annotations
 
+import copyreg
 import gc
 import logging
 import re
@@ -39,6 +40,7 @@ __all__ = [
     "Item",
     "Moved",
     "Node",
+    "hides_state",
     "in_words",
     "items_of",
     "joined",
@@ -51,6 +53,9 @@ PRIVATE = "_*"
 
 # Compared by the value that `_hidden` reads, and by nothing else.
 READ_WHOLE = (StringIO, BytesIO, torch.Generator, logging.Logger)
+# Top-level modules of classes written in C whose objects a walk sees by their referents, or that have no
+# state of the user's; a lock is taken and released.
+_SEEN_OTHERWISE = frozenset({"builtins", "_thread", "torch"})
 PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _SEQUENCES: tuple[Any, ...] = (list, deque, tuple)
 _SETS: tuple[Any, ...] = (set, frozenset)
@@ -492,11 +497,38 @@ def _referents(value: Any) -> Parts:
     }
 
 
+def _behind(proxy: Any) -> Any:
+    """The object that a weak proxy stands for; `UNSET` if it is gone."""
+    try:
+        return proxy.__dir__.__self__
+    except ReferenceError:
+        return UNSET
+
+
+def hides_state(value: Any) -> bool:
+    """True for an object written in C with state that a walk cannot see, such as a database connection.
+
+    Python itself cannot copy it either.
+    """
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in _SEEN_OTHERWISE or kind in copyreg.dispatch_table:
+        return False
+    copies = {getattr(kind, name) for name in ("__reduce__", "__reduce_ex__")}
+    is_plain = copies == {object.__reduce__, object.__reduce_ex__}
+    if not is_plain or _hidden(value) is not None or _bytes_of(value) is not None:
+        return False
+    try:
+        object.__reduce_ex__(value, 2)
+    except TypeError:
+        return True
+    return False
+
+
 def _hidden(value: Any) -> Callable[[], Any] | None:
     """A function that reads state which neither the garbage collector nor a buffer shows; or None."""
     kind = type(value)
     if kind in PROXIES:
-        return lambda: value.__dir__.__self__
+        return lambda: _behind(value)
     if issubclass(kind, weakref.ReferenceType):
         return lambda: weakref.ReferenceType.__call__(value)
     if kind is ContextVar:

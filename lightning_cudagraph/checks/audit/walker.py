@@ -402,7 +402,10 @@ class Walk:
     def _enter_hidden_module(self, root: Root) -> None:
         """Enter a module that is none of the model's submodules."""
         del self._seen[id(root.value)]
-        self.hidden[root.path or type(root.value).__qualname__] = root.value
+        path = root.path or type(root.value).__qualname__
+        # Of another object, such as the model of an earlier run, a path can be the same.
+        same = sum(name.partition(" (")[0] == path for name in self.hidden)
+        self.hidden[f"{path} ({same + 1})" if same else path] = root.value
         found = self._scope.modules(root.value, root.path, root.of)
         self._enqueue(replace(r, is_read=r.is_read and root.is_read) for r in found)
 

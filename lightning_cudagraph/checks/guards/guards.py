@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,7 @@ class OutsideModel:
     around: Mapping[str, Any] = field(default_factory=dict)
     parameters: Callable[[], dict[str, nn.Parameter]] = dict
     containers: Callable[[], list[Collection[Any]]] = list
-    callees: Callable[[], list[object]] = list
+    callees: Callable[[], Sequence[object]] = list
     roots: Callable[[], list[Root]] = list
 
 
