@@ -1,8 +1,9 @@
 """The cost of safety: guards before every replay, and verified replays.
 
-Models of equal layers, AdamW fused with two param groups and a schedule. Guards are timed alone, in
-microseconds of host time, as a whole and part by part. Steps are timed in a Trainer, with an idle device
-at both ends. Runs on a GPU if there is one, else on the CPU.
+Steps of known models with all checks and without any take turns block by block in one process
+(`benchmarks/fits.py`). Guards are timed alone, in microseconds of host time, as a whole and part by
+part, for models of equal layers, AdamW fused with two param groups and a schedule. Runs on a GPU if
+there is one, else on the CPU, where the figures mean nothing.
 
     python -m benchmarks.guards
 """
@@ -10,12 +11,15 @@ at both ends. Runs on a GPU if there is one, else on the CPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import logging
 import time
 import timeit
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +29,20 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, environment, fits_in_turn, pinned
+from benchmarks.models import WORKLOADS, Workload
+from benchmarks.trainers import trainer_for
 from lightning_cudagraph import (
     CUDAGraphCallback,
     Verification,
 )
 
+MODELS = ("GPT", "ResNet-18", "DLRM 128", "MLP")
 WARM_STEPS = 10
 WIDTH = 16
 
 
-class _Block(nn.Module):
+class _Layer(nn.Module):
     """Four parameters, three modules and a Python number."""
 
     def __init__(self) -> None:
@@ -47,8 +55,8 @@ class _Block(nn.Module):
         return x + self.scale * self.down(torch.relu(self.up(x)))
 
 
-class Blocks(pl.LightningModule):
-    """A stack of blocks.
+class Layers(pl.LightningModule):
+    """A stack of layers.
 
     Args:
         parameters: number of parameters, a multiple of four.
@@ -56,7 +64,7 @@ class Blocks(pl.LightningModule):
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(_Block() for _ in range(parameters // 4)))
+        self.blocks = nn.Sequential(*(_Layer() for _ in range(parameters // 4)))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.blocks(batch[0]).square().mean()
@@ -101,7 +109,7 @@ def fit(parameters: int, callback: CUDAGraphCallback, functions: dict[int, Calla
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Blocks(parameters), loader)
+    trainer.fit(Layers(parameters), loader)
 
 
 def _host_us(function: Callable[[], object]) -> float:
@@ -150,18 +158,72 @@ def step_ms(parameters: int, steps: int, **arguments: Any) -> float:
     return (at_s[1] - at_s[0]) / steps * 1e3
 
 
-def main() -> None:
+class _Unguarded(Callback):
+    """Switches the guards of a run off."""
+
+    def __init__(self, callback: CUDAGraphCallback) -> None:
+        self._callback = callback
+
+    def on_train_start(self, *args: Any) -> None:
+        assert self._callback._training is not None
+        guards: Any = self._callback._training._run.guards
+        guards.changed = lambda: None
+
+
+def fit_of_model(workload: Workload, is_checked: bool, batches: BlockedBatches) -> None:
+    """Train a model with guards and verified replays at their defaults, or without any."""
+    if is_checked:
+        callbacks: list[Callback] = [CUDAGraphCallback(timings=None)]
+    else:
+        ours = CUDAGraphCallback(timings=None, verify=None)
+        callbacks = [ours, _Unguarded(ours)]
+    with trainer_for(workload, callbacks) as trainer:
+        trainer.fit(workload.make(not ON_GPU), batches)
+
+
+def price(name: str, blocks: Blocks) -> dict[str, Measured]:
+    """Steps of a model with all checks and without any."""
+    (workload,) = [each for each in WORKLOADS if each.name == name]
+    fits = {
+        way: partial(fit_of_model, workload, is_checked)
+        for way, is_checked in (("all checks", True), ("none", False))
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        measured = fits_in_turn(fits, lambda: pinned(workload.batch(not ON_GPU)), blocks, None)
+    for found in measured.values():
+        if found.failure is not None:
+            raise found.failure
+    return measured
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100 if ON_GPU else 3)
+    parser.add_argument("--rounds", type=int, default=6 if ON_GPU else 2, help="blocks of each fit")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    args = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    args = parser.parse_args(given)
+    for logger in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU emulator"
-    print(f"{device}, torch {torch.__version__}, lightning {pl.__version__}")
+    print(environment())
+    blocks = Blocks(60 if ON_GPU else 8, 5, args.steps, args.rounds)
+    print("| model | all checks, us a step (quartiles) | none | ratio (quartiles of the rounds) |")
+    print("|---|---|---|---|")
+    prices_us: dict[str, list[float]] = {}
+    for name in args.models:
+        checked, unchecked = price(name, blocks).values()
+        ratio, low, high = checked.ratio_to(unchecked)
+        prices_us[name] = [checked.median_us, unchecked.median_us]
+        cells = [
+            f"{each.median_us:.0f} ({each.spread_us[0]:.0f} to {each.spread_us[1]:.0f})"
+            for each in (checked, unchecked)
+        ]
+        print(f"| {name} | {' | '.join(cells)} | {ratio:.3f} ({low:.3f} to {high:.3f}) |", flush=True)
     guards = {count: guards_us(count) for count in (20, 200, 1000)}
     for count, times_us in guards.items():
-        parts = ", ".join(f"{name} {value:.1f}" for name, value in times_us.items())
+        parts = ", ".join(f"{part} {value:.1f}" for part, value in times_us.items())
         print(f"guards, {count} parameters, us per replay: {parts}")
     steps = {
         "eager": step_ms(200, args.steps, backend="off"),
@@ -170,7 +232,8 @@ def main() -> None:
     }
     print("step, 200 parameters, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in steps.items()))
     if args.json:
-        args.json.write_text(json.dumps({"device": device, "guards_us": guards, "step_ms": steps}))
+        found = {"environment": environment(), "prices_us": prices_us}
+        args.json.write_text(json.dumps({**found, "guards_us": guards, "step_ms": steps}))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import first_replay, optimizers, shapes, surroundings
+from benchmarks import first_replay, guards, optimizers, shapes, surroundings
 from benchmarks.fits import BlockedBatches, Blocks, fits_in_turn
 from benchmarks.host_floor import CALLBACKS, HANDING_OVER, line, rows
 from benchmarks.kineto import CAPTURE, MARK, Trace
@@ -337,6 +337,11 @@ def test_the_surroundings_of_a_step() -> None:
     assert [cells[0] for cells in found] == [f"| {name}" for name in names]
     assert found[0][4] == "1.00 (1.00 to 1.00)"
     assert {len(cells) for cells in found} == {len(WAYS) + 3}
+
+
+def test_the_price_of_checks() -> None:
+    measured = guards.price("MLP", Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2))
+    assert {way: len(found.step_us) for way, found in measured.items()} == {"all checks": 2, "none": 2}
 
 
 def test_the_time_to_the_first_replay(capsys: pytest.CaptureFixture[str]) -> None:
