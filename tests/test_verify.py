@@ -651,7 +651,7 @@ def test_a_step_that_atomics_move_further_than_others(history: int) -> None:
     on_tape_before = [2.0] * (history == 0)
     step = _EagerOnTape([*on_tape_before, 100.0, 2.0], replays=(0.0, 1.0, 0.0, 2.0))
     assert "two eager steps from one state differ (first in the loss)" in step.check(history)[0]
-    assert step.replays == 17
+    assert step.replays == 3
     far = _EagerOnTape([0.0], replays=(100.0, 1.0))
     assert "two replays from one state differ (first in the loss)" in far.check(history)[0]
     with pytest.raises(VerificationError, match="first in the loss"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -65,9 +65,23 @@ def _failure_of_ranks(findings: Iterable[Finding | None]) -> UnsupportedError | 
     return None
 
 
+class _Reads(NamedTuple):
+    """What an attempt has shown about the host values that the step reads.
+
+    Attributes:
+        has_values: the step held a `HostValue` that C code may not take.
+        are_new: it was the first to read something of one.
+        are_of_another: its warm-up, or the phases with a graph, had another value of what it reads.
+    """
+
+    has_values: bool
+    are_new: bool
+    are_of_another: bool
+
+
 @dataclass(eq=False)
 class _Tried(Generic[T]):
-    """The outcome of an attempt.
+    """The outcome of an attempt, in this process or in all together.
 
     Attributes:
         captured: the captured step; None if the attempt has failed.
@@ -75,10 +89,6 @@ class _Tried(Generic[T]):
         raised: the error of user code in the capture, in words.
         sent_back: why the step is to be captured on another number of streams.
         is_of_this_process: user code raised in this process.
-        has_failed: an error has ended the capture in a process.
-        has_host_values: the step of a process held a `HostValue` that C code may not take.
-        has_new_reads: the capture was the first to read something of a `HostValue`, in a process.
-        reads_another: it was another thing in the step's warm-up, or for the phases with a graph.
     """
 
     captured: CapturedStep[T] | None
@@ -86,10 +96,12 @@ class _Tried(Generic[T]):
     raised: str
     sent_back: str
     is_of_this_process: bool
-    has_failed: bool
-    has_host_values: bool
-    has_new_reads: bool
-    reads_another: bool
+    reads: _Reads
+
+    @property
+    def has_failed(self) -> bool:
+        """True if an error has ended the capture."""
+        return self.failure is not None or bool(self.raised)
 
 
 def _discard(tried: _Tried[T]) -> None:
@@ -154,7 +166,7 @@ class Captures(Generic[T]):
         tried = self._tried_with_values(step, signature)
         if tried.captured is not None:
             self._count(step, (perf_counter() - started_s) * 1e3)
-        if tried.reads_another:
+        if tried.reads.are_of_another:
             return None, "", False
         if (failure := tried.failure) is not None:
             tried.failure = None
@@ -187,24 +199,53 @@ class Captures(Generic[T]):
         reads = self._graphs.reads
         before = reads.kinds, reads.why
         tried = self._tried(step, signature)
-        while not tried.reads_another and (
-            tried.has_new_reads or (tried.has_failed and tried.has_host_values)
+        while not tried.reads.are_of_another and (
+            tried.reads.are_new or (tried.has_failed and tried.reads.has_values)
         ):
             # A `HostValue` only finds out what is read: the graph is one of a step that gets the values
             # themselves. C code may insist on their type, and compiled code is compiled for it: then all
             # of a kind are part of the signature, if that helps.
+            why = tried.raised or (tried.failure.reason if tried.failure is not None else "")
+            are_new = tried.reads.are_new
             _discard(tried)
-            if not tried.has_new_reads:
-                reads.widen(tried.raised or (tried.failure.reason if tried.failure is not None else ""))
+            if not are_new:
+                reads.widen(why)
             tried = self._tried(step, signature)
-        if tried.reads_another:
+        has_failed = tried.has_failed
+        if tried.reads.are_of_another:
             _discard(tried)
-        if tried.has_failed:
+        if has_failed:
             reads.narrow(*before)
         return tried
 
     def _tried(self, step: Step[T], signature: Signature) -> _Tried[T]:
         """Try to capture a step, and tell all processes how it went."""
+        tried = self._tried_here(step, signature)
+        is_broken = step.is_broken()
+        if (agreement := self._run.agreement) is not None:
+            found = tried.failure and tried.failure.findings[0]
+            has_breaks = tried.captured is not None and tried.captured.has_breaks
+            mine = (found, tried.raised, tried.sent_back, is_broken, has_breaks, tried.reads)
+            reasons, texts, back, broken, breaks, reads = zip(*agreement.gather(mine), strict=True)
+            is_broken = any(broken)
+            tried.reads = _Reads(*map(any, zip(*reads, strict=True)))
+            tried.sent_back = of_ranks(back)
+            if not tried.has_failed:  # here
+                tried.failure = _failure_of_ranks(reasons)
+                tried.raised = "" if tried.failure else of_ranks(texts)
+            if tried.captured is not None:
+                tried.captured.has_breaks_anywhere = any(breaks)
+                if tried.has_failed or tried.sent_back:
+                    tried.captured.release()
+                    tried.captured = None
+        if is_broken:
+            step.mend()
+        if tried.has_failed and not tried.reads.are_new:  # it fails whatever it reads
+            tried.reads = tried.reads._replace(are_of_another=False)
+        return tried
+
+    def _tried_here(self, step: Step[T], signature: Signature) -> _Tried[T]:
+        """Try to capture a step in this process."""
         reads = self._graphs.reads
         has_values = signature.reads is not None and any(
             is_host_value(leaf) and not reads.counts(path, type(held(leaf)))
@@ -226,46 +267,12 @@ class Captures(Generic[T]):
         except Exception as error:
             raised = f"{type(error).__name__} in the capture: {error}"
             clear_frames(error)
-        mine = bool(raised)
-        has_new_reads = signature.reads is not None and reads.version != version
         is_of_type = raised.startswith(TypeError.__name__)
         has_values |= is_of_type and reads.has_lent_parts and not reads.kinds
-        reads_another = signature.reads is not None and not self._fits(step, signature)
-        has_failed = mine or failure is not None
-        is_broken = step.is_broken()
-        if (agreement := self._run.agreement) is not None:
-            has_breaks = captured is not None and captured.has_breaks
-            found = failure and failure.findings[0]
-            outcome = (found, raised, is_broken, sent_back, has_breaks, has_values)
-            gathered = agreement.gather((*outcome, has_new_reads, reads_another))
-            reasons, texts, broken, back, breaks, values, new, others = zip(*gathered, strict=True)
-            is_broken, has_values, reads_another = any(broken), any(values), any(others)
-            has_new_reads = any(new)
-            has_failed = any(reasons) or any(texts)
-            if captured is not None:
-                captured.has_breaks_anywhere = any(breaks)
-            sent_back = of_ranks(back)
-            if captured is not None and (any(reasons) or any(texts) or sent_back):
-                captured.release()
-                captured = None
-                failure = _failure_of_ranks(reasons)
-                raised = "" if failure else of_ranks(texts)
-                mine = False
-        if is_broken:
-            step.mend()
-        # A step that fails whatever it reads has failed.
-        reads_another = reads_another and (has_new_reads or not has_failed)
-        return _Tried(
-            captured,
-            failure,
-            raised,
-            sent_back,
-            mine,
-            has_failed,
-            has_values,
-            has_new_reads,
-            reads_another,
-        )
+        are_new = signature.reads is not None and reads.version != version
+        are_of_another = signature.reads is not None and not self._fits(step, signature)
+        found = _Reads(has_values, are_new, are_of_another)
+        return _Tried(captured, failure, raised, sent_back, bool(raised), found)
 
     def _fits(self, step: Step[T], signature: Signature) -> bool:
         """True if the warm-up and the static batch are those of the step, given what is read by now.
