@@ -261,6 +261,13 @@ class Adversarial(Net):
         return nn.functional.cross_entropy(self(x.detach() + 0.1 * x.grad.sign()), y)
 
 
+class OneHot(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        labels = nn.functional.one_hot(y, num_classes=4).float()
+        return nn.functional.mse_loss(self(x).softmax(-1), labels)
+
+
 class IndexesWithIndex(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx)["loss"] + self.head.weight[batch_idx % 2].sum()
@@ -293,6 +300,7 @@ SAME: list[type[Net]] = [
     DoublePrecisionHead,
     Adversarial,
     IndexesWithIndex,
+    OneHot,
 ]
 
 

@@ -39,6 +39,7 @@ from lightning_cudagraph.device.sentry.collectives import (
 )
 from lightning_cudagraph.device.sentry.first_refusal import first_refusal_kept
 from lightning_cudagraph.device.sentry.inductor import refused_on_cpu
+from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.device.sentry.sentry import STORAGE, HostReads, Sentry, forbid, user_location
 from lightning_cudagraph.device.streams.dataflow import Placed
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
@@ -390,6 +391,29 @@ def _reported_by_torch() -> Iterator[None]:
             setattr(owner, name, function)
 
 
+class _OneHotAsOnCuda(OwnFunctionMode):
+    """Function mode around a capture in which `one_hot` for a number of classes reads no values.
+
+    On the CPU it looks for labels that are out of range, on CUDA it does not (`one_hot` in
+    aten/src/ATen/native/Onehot.cpp). It makes the same tensor here.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.one_hot:
+            labels, classes = _of_one_hot(*args, **kwargs)
+            if classes > 0:
+                made = labels.new_zeros((*labels.shape, classes))
+                return made.scatter_(-1, labels.unsqueeze(-1), 1)
+        return func(*args, **kwargs)
+
+
+def _of_one_hot(tensor: Tensor, num_classes: int = -1) -> tuple[Tensor, int]:
+    return tensor, num_classes
+
+
 class EmulatorBackend:
     """A CPU that emulates a GPU; see the module docstring."""
 
@@ -434,6 +458,7 @@ class EmulatorBackend:
                 _resizes_recorded(graph, undo),
                 host_work_of(graph.work),
                 HostReads("cpu"),
+                _OneHotAsOnCuda(),
                 recorder,
                 first_refusal_kept(),
             ):
@@ -463,7 +488,8 @@ class EmulatorBackend:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        with HostReads("cpu"), Sentry("cpu", self.generators), first_refusal_kept():
+        sentry = Sentry("cpu", self.generators)
+        with HostReads("cpu"), _OneHotAsOnCuda(), sentry, first_refusal_kept():
             yield
 
     def written(self, graph: Graph) -> list[Tensor]:
