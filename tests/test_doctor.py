@@ -39,7 +39,7 @@ class Planted(Net):
         self.generator = np.random.default_rng(0)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.weight = 1.0 / (1 + batch_idx)
+        self.weight = 1.0 if batch_idx < 6 else 0.5
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -288,6 +288,36 @@ def test_the_examples_have_no_findings(accelerator: str, example: Callable[[str]
     report = CUDAGraphCallback().check(make(build), data, _trainer(accelerator))
     assert report.findings == ()
     assert report.is_captured
+
+
+class GivesOtherMemory(Net):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.head.bias.data = self.head.bias.data * 0.9
+
+
+class MovesAlways(Moving):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weight = 1.0 / (1 + batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("cls", "what", "remedy"),
+    [
+        (
+            GivesOtherMemory,
+            "the address of parameter `head.bias` changed",
+            "Write into the tensor (`copy_`",
+        ),
+        (MovesAlways, "`weight` of the `MovesAlways` changed", "Keep it constant, or in a buffer"),
+    ],
+)
+def test_a_graph_that_goes_stale_again_and_again_is_a_finding(
+    accelerator: str, cls: type[Net], what: str, remedy: str
+) -> None:
+    report = CUDAGraphCallback().check(make(cls), loader(), _trainer(accelerator))
+    (finding,) = report.findings
+    assert re.match(rf"Between steps {re.escape(what)}, \d times", finding.what)
+    assert remedy in finding.remedy
 
 
 def test_steps_of_loops_name_all_too(accelerator: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_cudagraph import RunSummary, StageSummary
-from lightning_cudagraph.timing.output.report import eager_report, layer_lines, time_lines
+from lightning_cudagraph.timing.output.report import eager_report, layer_lines, stage_lines, time_lines
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 from tests.readings import gpt_readings
@@ -243,3 +243,11 @@ def test_eager_times_alone_are_named_so() -> None:
     eager = WindowSummary(gpt_readings(n=2, noise=0.0))
     found = report(replayed(), eager=eager)
     assert "slowest layers, in warm-up, watched: median of 2 timed steps" in found
+
+
+def test_what_changes_again_and_again_is_one_line() -> None:
+    reasons = tuple(f"the address of `p` changed from {n} to {n + 1}" for n in range(3))
+    stage = StageSummary(captures=4, recaptures=(*reasons, "c"))
+    lines = stage_lines("fit", stage)
+    assert "            captured again 3 times: the address of `p` changed" in lines
+    assert "            captured again: c" in lines

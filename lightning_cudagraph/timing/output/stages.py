@@ -103,6 +103,14 @@ class StageSummary:
             return None
         return self.plain_ms / self.replay_ms
 
+    def recaptures_of(self) -> dict[str, list[str]]:
+        """The reasons of invalidations by what has changed, in order."""
+        found: dict[str, list[str]] = {}
+        for reason in self.recaptures:
+            what, changed, _ = reason.partition(" changed from ")
+            found.setdefault(f"{what} changed" if changed else reason, []).append(reason)
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """All numbers, as values that JSON can hold."""
         return {

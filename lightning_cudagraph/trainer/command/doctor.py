@@ -164,8 +164,12 @@ def _report(
     estimate: Estimate | None,
 ) -> DiagnosisReport:
     fit = summary.fit
-    reasons = dict.fromkeys(fit.recaptures)
-    stale = [f"the graph was captured again, because {reason}" for reason in reasons]
+    stale: list[str] = []
+    for what, reasons in fit.recaptures_of().items():
+        if len(reasons) > 1:
+            found += (_unstable(what, len(reasons)),)
+        else:
+            stale.append(f"the graph was captured again, because {reasons[0]}")
     eager = [f"{steps} step(s) ran eagerly: {reason}" for reason, steps in fit.eager.items()]
     return DiagnosisReport(
         step=f"{type(module).__qualname__}.training_step",
@@ -174,6 +178,17 @@ def _report(
         notes=(*summary.notes, *stale, *([] if found else eager), *others),
         replayed_steps=fit.replayed,
         estimate=estimate,
+    )
+
+
+def _unstable(what: str, times: int) -> Finding:
+    """The finding of a graph that goes stale again and again, and would be given up in a run."""
+    keep = "Keep it constant, or in a buffer that is written with `copy_` or `fill_`."
+    write = "Write into the tensor (`copy_`, `lerp_`) instead of giving it other memory (`.data = ...`)."
+    return Finding(
+        f"Between steps {what}, {times} times in {_STEPS} steps: each time the graph is captured again,"
+        " and given up in the end.",
+        write if what.startswith("the address of") else keep,
     )
 
 
