@@ -39,7 +39,7 @@ class Planted(Net):
         self.generator = np.random.default_rng(0)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.weight = 1.0 if batch_idx < 6 else 0.5
+        self.weight = 1.0 / (1 + batch_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -248,7 +248,7 @@ class Moving(Kept):
     weight = 1.0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.weight = 1.0 / (1 + batch_idx)
+        self.weight = 1.0 if batch_idx < 6 else 0.5
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * self.weight
