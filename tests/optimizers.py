@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -68,6 +69,35 @@ class WantsAFloat(Own):
         if not isinstance(group["lr"], float):
             raise TypeError("lr must be a float")
         p.add_(p.grad, alpha=-group["lr"])
+
+
+class Lamb(Own):
+    """Scales the update by a ratio of norms, which are tensors of one number."""
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        update = p.grad + group["decay"] * p
+        p.sub_(update * (group["lr"] * (p.norm() / (update.norm() + 1e-6))))
+
+
+class Adan(Own):
+    """Divides by a number that the learning rate is in, and averages by one."""
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        average = state.setdefault("average", torch.zeros_like(p))
+        average.lerp_(p.grad, 1 - group["lr"])
+        p.add_(-group["lr"] * average).div_(1 + group["lr"] * group["decay"])
+
+
+class Chooses(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(p.grad * torch.where(p.grad > 0, group["lr"], group["lr"] / 2))
+
+
+class TakesARoot(Own):
+    """A function in C reads the memory of a float."""
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-math.sqrt(group["lr"]))
 
 
 class CallsTwice(Own):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,30 +15,12 @@ from tests.family import CLIPS, FORMS, SCHEDULES, quiet, run
 from tests.harness import differences
 
 STEPS = 200
-# Those that step in the graph in the form in which people make them, and one that is fused.
-IN_GRAPH = (
-    *(
-        "Adam",
-        "AdamW",
-        "Adam(foreach, amsgrad)",
-        "AdamW(foreach=False, maximize)",
-        "NAdam",
-        "RAdam",
-        "Adamax",
-    ),
-    *(
-        "RMSprop",
-        "RMSprop(momentum, centered)",
-        "Adadelta",
-        "Rprop",
-        "SGD(momentum, dampening)",
-        "Adagrad",
-    ),
-    *("Muon", "ASGD", "Adafactor", "AdamW(fused)", "custom, all on the device"),
-)
+# All that step in the graph, by the published table.
+_TABLE = json.loads((Path(__file__).parent / "family.json").read_text())
+IN_GRAPH = [form for form, outcomes in _TABLE["cpu"].items() if outcomes.startswith("=")]
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(7)
 @pytest.mark.parametrize("form", IN_GRAPH)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "64-true"])
 @pytest.mark.parametrize("clip", CLIPS)
@@ -47,10 +30,13 @@ def test_resumed_in_both_directions(
     tmp_path: Path, accelerator: str, form: str, precision: str, clip: str, schedule: str
 ) -> None:
     assert form in FORMS
-    if form == "AdamW(fused)" and clip != "no clip" and precision == "16-mixed":
+    is_fused = "fused" in form
+    if is_fused and clip != "no clip" and precision == "16-mixed":
         pytest.skip("Lightning itself does not clip for fused optimizers in mixed precision")
-    if form == "AdamW(fused)" and (schedule == "OneCycle" or precision == "64-true"):
+    if is_fused and (schedule == "OneCycle" or precision == "64-true"):
         pytest.skip("its kernel takes momentum as a number, and steps behind the graph")
+    if form == "SGD(fused, momentum)" and precision == "16-mixed":
+        pytest.skip("its first step overflows, and torch then reads memory that nobody wrote")
     quiet()
     cell = (precision, clip, schedule)
     of_plain, of_graph = tmp_path / "plain.ckpt", tmp_path / "graph.ckpt"

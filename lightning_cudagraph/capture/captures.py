@@ -66,7 +66,7 @@ def _failure_of_ranks(findings: Iterable[Finding | None]) -> UnsupportedError | 
 
 
 class _Reads(NamedTuple):
-    """What an attempt has shown about the host values that the step reads.
+    """Findings of an attempt on the host values that the step reads.
 
     Attributes:
         has_values: the step held a `HostValue` that C code may not take.
@@ -241,7 +241,7 @@ class Captures(Generic[T]):
         if is_broken:
             step.mend()
         if tried.has_failed and not tried.reads.are_new:  # it fails whatever it reads
-            tried.reads = tried.reads._replace(are_of_another=False)
+            tried.reads = _Reads(tried.reads.has_values, are_new=False, are_of_another=False)
         return tried
 
     def _tried_here(self, step: Step[T], signature: Signature) -> _Tried[T]:

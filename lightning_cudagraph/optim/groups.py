@@ -38,9 +38,7 @@ class PreparedGroup:
         group: the optimizer's own dictionary, with the user's values except inside a captured step.
     """
 
-    def __init__(
-        self, form: Form, optimizer: Optimizer, index: int, device: torch.device, alone: bool
-    ) -> None:
+    def __init__(self, form: Form, optimizer: Optimizer, index: int, alone: bool) -> None:
         self._form = form
         self._index = index
         self._alone = alone
@@ -48,10 +46,6 @@ class PreparedGroup:
         # The step does not read entries of schedulers (`initial_lr`).
         self._names = [name for name in optimizer.defaults if name != "lr"]
         self._lr_is_tensor = isinstance(self.group["lr"], Tensor)
-        self._mirror: Tensor | None = None
-        if form.inspected and not alone and not self._lr_is_tensor:
-            self._mirror = torch.zeros((), dtype=torch.float64, device=device)
-        self._mirrored: float | None = None
         self._own: dict[str, Any] = {}  # the user's values, while they are replaced
         self._inside: dict[str, Any] = {}  # their replacements
         self._calls = 0
@@ -119,27 +113,18 @@ class PreparedGroup:
         )
         return (*options, lr_address, id(parameters), len(parameters))
 
-    def refresh(self) -> None:
-        """Copy the learning rate into its mirror on the device, on the current stream."""
-        self.note_moves()
-        if self._mirror is not None and self.group["lr"] != self._mirrored:
-            self._mirrored = self.group["lr"]
-            self._mirror.fill_(self.group["lr"])
-
     def swap_in(self, traced: TracedStep | None) -> bool:
         """Replace the user's options with values that a capture does not freeze.
 
         Args:
-            traced: the step under capture, of one of torch's own optimizers; None for others.
+            traced: the step under capture; None for one that is compiled.
 
         Returns:
             True if the user's options have changed since the last call in this capture.
         """
         value_of(self.group["lr"])  # which a scheduler may have moved on
         before = dict(self._own)
-        if self._mirror is not None:
-            self._inside = {"lr": self._mirror}
-        elif traced is not None:
+        if traced is not None:
             self._inside = dict(self._traced(traced))
         self._own = {name: self.group[name] for name in self._inside}
         self.group.update(self._inside)
@@ -184,11 +169,7 @@ class PreparedGroup:
         return bool(on_device) and not (self._form.alpha or has_rate or self._moving)
 
 
-def _is_of_16_bits(parameter: Tensor) -> bool:
-    return parameter.is_floating_point() and parameter.element_size() < torch.float32.itemsize
-
-
-def check_group(form: Form, optimizer: Optimizer, index: int, device: torch.device) -> None:
+def check_group(optimizer: Optimizer, index: int, device: torch.device) -> None:
     """Refuse a group with options that cannot be captured."""
     group, name = optimizer.param_groups[index], type(optimizer).__qualname__
     if group.get("differentiable"):
@@ -209,14 +190,6 @@ def check_group(form: Form, optimizer: Optimizer, index: int, device: torch.devi
                 in_optimizer=True,
             )
     lr = group["lr"]
-    if form.inspected and not isinstance(lr, Tensor) and any(map(_is_of_16_bits, group["params"])):
-        raise UnsupportedError(
-            f"Param group {index} of `{name}` has parameters of 16 bits, to which a GPU rounds numbers"
-            " that it computes from a learning rate in a tensor.",
-            "Use parameters of 32 bits, or one of torch's own optimizers, to have its step in the graph"
-            " too.",
-            in_optimizer=True,
-        )
     if isinstance(lr, Tensor) and lr.device.type != device.type:
         raise UnsupportedError(
             f"`lr` of param group {index} of `{name}` is a tensor on {lr.device}; expected a float, or a"

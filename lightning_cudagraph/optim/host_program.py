@@ -11,6 +11,7 @@ same way.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
@@ -129,13 +130,17 @@ class HostProgram:
 
 
 class HostScalar(float):
-    """A traced number: a float that records its operations in a program."""
+    """A traced number: a float that records its operations in a program.
+
+    To C code, which reads the memory of a float (`math.sqrt`), it is NaN: such a number is refused where
+    it comes to an op, and would be frozen otherwise.
+    """
 
     program: HostProgram
     node: int
 
     def __new__(cls, program: HostProgram, node: int) -> HostScalar:
-        scalar = super().__new__(cls, program.value(node))
+        scalar = super().__new__(cls, math.nan)
         scalar.program, scalar.node = program, node
         return scalar
 

@@ -196,10 +196,8 @@ class PreparedOptimizer(EagerOptimizer):
         for index, group in enumerate(self.optimizer.param_groups):
             prepared = known.get(id(group))
             if prepared is None or not prepared.fits(group):
-                check_group(self._form, self.optimizer, index, self._device)
-                prepared = PreparedGroup(
-                    self._form, self.optimizer, index, self._device, self._is_compiled
-                )
+                check_group(self.optimizer, index, self._device)
+                prepared = PreparedGroup(self._form, self.optimizer, index, self._is_compiled)
             groups.append(prepared)
         self._groups = groups
 
@@ -326,7 +324,7 @@ class PreparedOptimizer(EagerOptimizer):
 
     def refresh(self) -> None:
         for prepared in self._groups:
-            prepared.refresh()
+            prepared.note_moves()
 
     @contextmanager
     def step_arithmetic(self, capturing: bool = False) -> Iterator[None]:
@@ -348,11 +346,9 @@ class PreparedOptimizer(EagerOptimizer):
         traced: TracedStep | None = None
         with ExitStack() as stack:
             stack.enter_context(self._host_side_unchanged())
-            if self._form.inspected or self._is_compiled:
-                if not self._is_compiled or is_left_out():
+            if self._is_compiled:
+                if is_left_out():
                     stack.enter_context(TensorScalarMode())
-                if not self._is_compiled:  # its state is on the device, as with `fused=True`
-                    stack.enter_context(_not_asked_for_capturable(self.optimizer))
             elif not self.is_left_alone:  # compiled code guards on active modes: add none without need
                 traced = self._tracing()
                 stack.enter_context(traced)

@@ -1,4 +1,4 @@
-"""Traced step of one of torch's own optimizers: its host arithmetic becomes part of each replay.
+"""Traced step of an optimizer: its host arithmetic becomes part of each replay.
 
 The step's Python runs unchanged. Its computations on the host are recorded as a `HostProgram`: its
 numbers are `HostScalar`s, and the tensors that it keeps in host memory are followed op by op. A device
@@ -163,6 +163,9 @@ class TracedStep(OwnFunctionMode):
             return self._device_number(args[0].detach().to(torch.float64, copy=True))
         if any(id(leaf) in self._device_numbers for leaf in leaves):
             return self._with_device_numbers(func, args, kwargs, leaves)
+        if any(type(leaf) is float and leaf != leaf for leaf in leaves):
+            name = getattr(func, "__name__", str(func))
+            raise _refused(f"gives `{name}` a NaN, or a number that C code has made of one that moves")
         is_scalar = any(isinstance(leaf, HostScalar) for leaf in leaves)
         is_host = any(id(leaf) in self._nodes for leaf in leaves)
         # A tensor made from device tensors is no host number; the capture itself refuses it.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cudagraph.device.host_work import HostWork, host_work_of
+from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.forms import step_hooks
+from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 
 __all__ = ["fused_notes"]
 
@@ -52,9 +56,10 @@ def fused_notes(optimizer: Optimizer, replayed: int, replay_ms: float | None) ->
     if needed_bytes > free_bytes * _MAX_SHARE_OF_FREE:
         return []
     try:
-        present_ms = _step_ms(optimizer, groups, {"foreach": True})
-        fused_ms = _step_ms(optimizer, groups, {"fused": True})
-    except RuntimeError:  # torch has no fused kernel for this optimizer, device or dtype
+        present_ms = _step_ms(optimizer, groups, {})
+        # torch captures no other form of it.
+        fused_ms = _step_ms(optimizer, groups, {"fused": True, "foreach": None, "capturable": True})
+    except (RuntimeError, UnsupportedError):  # no fused kernel for this optimizer, device or dtype
         return []
     share = (present_ms - fused_ms) / replay_ms
     if share < _MIN_SHARE:
@@ -77,7 +82,7 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 def _step_ms(optimizer: Optimizer, groups: list[list[Tensor]], form: dict[str, Any]) -> float:
-    """Time the step of a copy of an optimizer in a graph, with parameters and gradients of zeros.
+    """Time the step of a copy of an optimizer in a graph of this package, on zeros.
 
     Args:
         groups: the parameters to copy, by param group.
@@ -88,10 +93,9 @@ def _step_ms(optimizer: Optimizer, groups: list[list[Tensor]], form: dict[str, A
         zeros = [nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters]
         for zero in zeros:
             zero.grad = torch.zeros_like(zero)
-        options = {name: value for name, value in group.items() if name in optimizer.defaults}
-        # torch captures `capturable` alone; it takes as long as the default form does with this package.
-        form_of_group = {"foreach": None, "fused": None, "capturable": True, **form}
-        options |= {name: value for name, value in form_of_group.items() if name in optimizer.defaults}
+        options = {
+            name: value for name, value in {**group, **form}.items() if name in optimizer.defaults
+        }
         copies.append({**options, "params": zeros})
     make: Any = type(optimizer)
     copy = make([group for group in copies if group["params"]])
@@ -100,9 +104,15 @@ def _step_ms(optimizer: Optimizer, groups: list[list[Tensor]], form: dict[str, A
     with torch.cuda.stream(side_stream):
         copy.step()  # makes the state
     torch.cuda.current_stream().wait_stream(side_stream)
+    prepared = PreparedOptimizer(copy, copies[0]["params"][0].device, lambda reason: None)
     graph = torch.cuda.CUDAGraph()
-    # Threads of loaders may call CUDA meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with ExitStack() as stack:
+        stack.callback(prepared.restore)
+        prepared.check_state()
+        stack.enter_context(host_work_of([HostWork()]))
+        # Threads of loaders may call CUDA meanwhile.
+        stack.enter_context(torch.cuda.graph(graph, capture_error_mode="thread_local"))
+        stack.enter_context(prepared.step_arithmetic(capturing=True))
         copy.step()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
