@@ -7,37 +7,30 @@ chart shows one time of each run, whose band ends above the line of its medians.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
-from functools import lru_cache
-from operator import itemgetter
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from lightning_cudagraph.compat.features import CHARTS
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.timing.output.tensorboard.curves import behind
 from lightning_cudagraph.timing.output.tensorboard.logger_writer import innards
+from lightning_cudagraph.timing.output.tensorboard.records import behind
+from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import (
     EXPOSED_TAG,
-    MAX_LAYOUTS,
     RANKS_TAG,
     STEP_PARTS,
     STEP_TAG,
     STEP_TIME_TAG,
     TOTAL_TAG,
     Reading,
-    Span,
-    SpanLayout,
 )
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
+from lightning_cudagraph.timing.readings.windows import WindowSummary
 
-__all__ = ["BAND_TAG", "CATEGORY", "Band", "Charts", "StepBand"]
+__all__ = ["Charts", "StepBand"]
 
-BAND_TAG = "step_band_ms/"
-CATEGORY = "CUDA graph"
+_BAND_TAG = "step_band_ms/"
+_CATEGORY = "CUDA graph"
 
 # The times that have a band, and the titles of their charts, in order.
 _BANDS = {
@@ -48,8 +41,6 @@ _BANDS = {
     EXPOSED_TAG: "all-reduces that the step waits for",
 }
 
-_PARTS = {f"{STEP_TAG}{part}" for part in STEP_PARTS}
-
 _LAYOUT_TAG = b"custom_scalars__config__"
 # Layouts of charts stand near the beginning of a file.
 _SEARCHED_BYTES = 16 * 2**20
@@ -57,92 +48,49 @@ _SEARCHED_BYTES = 16 * 2**20
 _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 
 
-class Band(NamedTuple):
-    """Percentiles of the times of a window.
-
-    Attributes:
-        step: the last step of the window.
-        values_ms: milliseconds by tag.
-    """
-
-    step: int
-    values_ms: dict[str, float]
-
-
-class StepBand:
-    """Percentiles of the step's time and of its stages, window by window.
+class StepBand(Sink):
+    """Sink that shows percentiles of the step's time and of its stages, window by window.
 
     Readings without the optimizer's step count only until the first reading with it.
     """
 
-    def __init__(self, window_steps: int) -> None:
+    def __init__(self, window_steps: int, show: Callable[[Mapping[str, float], int], None]) -> None:
         self._window_steps = window_steps
+        self._show = show
         self._readings: list[Reading] = []
         self._are_whole = False
-        self._stages = lru_cache(MAX_LAYOUTS)(_stages)
 
-    def add(self, readings: Iterable[Reading]) -> list[Band]:
-        """Add readings; return the bands of the windows that they complete."""
-        for reading in readings:
-            is_whole = TOTAL_TAG in reading.layout.tags
-            if is_whole and not self._are_whole:
-                self._are_whole = True
-                self._readings.clear()
-            if is_whole == self._are_whole:
-                self._readings.append(reading)
-        bands = []
-        while len(self._readings) >= self._window_steps:
-            bands.append(self._band(self._readings[: self._window_steps]))
-            del self._readings[: self._window_steps]
-        return bands
+    def add(self, reading: Reading) -> None:
+        is_whole = TOTAL_TAG in reading.layout.tags
+        if is_whole and not self._are_whole:
+            self._are_whole = True
+            self._readings.clear()
+        if is_whole == self._are_whole:
+            self._readings.append(reading)
+        if len(self._readings) >= self._window_steps:
+            self._write()
 
-    def rest(self) -> list[Band]:
-        """The band of the incomplete window, if it has readings."""
-        return [self._band(self._readings)] if self._readings else []
+    def close(self) -> None:
+        """Show the band of the incomplete window, if it has readings."""
+        if self._readings:
+            self._write()
 
-    def _band(self, window: list[Reading]) -> Band:
-        by_stages: dict[_Stages, list[Sequence[float]]] = {}
-        for reading in window:
-            stages = self._stages(reading.layout)
-            by_stages.setdefault(stages, []).append(stages.marks_of(reading.offsets_ms))
-        times_ms: dict[str, list[NDArray[np.float64]]] = {}
-        for stages, offsets_ms in by_stages.items():
-            durations_ms = stages.layout.durations_ms(np.array(offsets_ms))
-            for tag, of_tag in zip(stages.layout.tags, durations_ms.T, strict=True):
-                times_ms.setdefault(tag, []).append(of_tag)
+    def _write(self) -> None:
+        summary = WindowSummary(self._readings)
+        self._readings = []
         values_ms: dict[str, float] = {}
-        for tag, parts in times_ms.items():
-            percentiles_ms = np.percentile(np.concatenate(parts), (5, 50, 95)).tolist()
-            values_ms |= dict(zip(_band_tags(tag), percentiles_ms, strict=True))
-        return Band(max(reading.step for reading in window), values_ms)
-
-
-class _Stages(NamedTuple):
-    """The spans of a layout that have a band, over no more marks than these need."""
-
-    layout: SpanLayout
-    marks_of: Callable[[Sequence[float]], Sequence[float]]
-
-
-def _stages(layout: SpanLayout) -> _Stages:
-    """Reduce a layout; without the optimizer's step, the whole is the sum of the stages."""
-    spans = [span for span in layout.spans if span.tag in _BANDS]
-    if TOTAL_TAG not in layout.tags:
-        calls = [call for span in spans if span.tag in _PARTS for call in span.calls]
-        spans += [Span(TOTAL_TAG, "host", tuple(calls))] if calls else []
-    marks = sorted({mark for span in spans for call in span.calls for mark in call})
-    place = {mark: number for number, mark in enumerate(marks, start=2)}
-    reduced = tuple(
-        replace(span, calls=tuple((place[begin], place[end]) for begin, end in span.calls))
-        for span in spans
-    )
-    # Of fewer than two, `itemgetter` gives no tuple.
-    return _Stages(SpanLayout(reduced, 2 + len(marks)), itemgetter(0, 0, *marks))
+        for tag in _BANDS:
+            # Without the optimizer's step, the whole is the sum of the stages.
+            times = summary.step if tag == TOTAL_TAG else summary.times_of(tag)
+            if times is not None:
+                percentiles_ms = times.p05_ms, times.p50_ms, times.p95_ms
+                values_ms |= zip(_band_tags(tag), percentiles_ms, strict=True)
+        self._show(values_ms, summary.last_step)
 
 
 def _band_tags(tag: str) -> list[str]:
     """The tags of the percentiles of a span, from the lowest to the highest."""
-    return [f"{BAND_TAG}{tag.removeprefix(STEP_TAG)}/{name}" for name in ("p05", "p50", "p95")]
+    return [f"{_BAND_TAG}{tag.removeprefix(STEP_TAG)}/{name}" for name in ("p05", "p50", "p95")]
 
 
 def _charts(tags: Collection[str]) -> dict[str, dict[str, list[str | list[str]]]]:
@@ -169,7 +117,7 @@ def _charts(tags: Collection[str]) -> dict[str, dict[str, list[str | list[str]]]
             "Margin",
             [behind(f"{RANKS_TAG}work_{which}") for which in ("median", "fastest", "slowest")],
         ]
-    return {CATEGORY: found}
+    return {_CATEGORY: found}
 
 
 class Charts:
@@ -194,7 +142,7 @@ class Charts:
 
         written = custom_scalars(ours)
         tensor = written.value[0].tensor
-        merged = type(theirs)(category=[c for c in theirs.category if c.title != CATEGORY])
+        merged = type(theirs)(category=[c for c in theirs.category if c.title != _CATEGORY])
         merged.MergeFromString(tensor.string_val[0])
         tensor.string_val[0] = merged.SerializeToString()
         writer.file_writer.add_summary(written)

@@ -36,7 +36,8 @@ from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_tex
 from lightning_cudagraph.timing.output.report import eager_report, layer_lines, time_lines
 from lightning_cudagraph.timing.output.step_line import StepLine
 from lightning_cudagraph.timing.output.summary import RunSummary
-from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter, other_loggers_writer
+from lightning_cudagraph.timing.output.tensorboard.charts import StepBand
+from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.output.trace import TraceWriter
 from lightning_cudagraph.timing.readings.rank_times import RankTable, RankTimes, SharedRun
 from lightning_cudagraph.timing.readings.sinks import Sink
@@ -116,7 +117,7 @@ class RunTimes:
         window_steps = LayerTimings.window_steps if choice is None else choice.window_steps
         inner = set() if choice is None else without_curves(module, choice)
         without_curve = frozenset(way + name for name in inner for way in (FORWARD_TAG, BACKWARD_TAG))
-        self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps, without_curve)
+        self._tensorboard = TensorBoardWriter(trainer.loggers, without_curve)
         self.eager = ReadingWindow(window_steps)
         self._counted = (0, 0)
         loop = trainer.fit_loop.epoch_loop
@@ -127,7 +128,8 @@ class RunTimes:
         self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
         # Closed from the last to the first, so a sink that others write to comes before them.
         line = StepLine(self.pace, self._tensorboard.add_scalars)
-        of_steps: list[Sink] = [others, self._dashboard, line]
+        band = StepBand(window_steps, self._tensorboard.add_scalars)
+        of_steps: list[Sink] = [others, self._dashboard, line, band]
         run = run if trainer.world_size > 1 and dist.is_initialized() else None
         store = None if run is None else own_store(f"times/{run.name}")
         self._trace: TraceWriter | None = None
