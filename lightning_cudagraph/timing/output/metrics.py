@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Protocol
+from typing import Any
 
-from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import Reading
-from lightning_cudagraph.timing.readings.windows import WindowSummary
+from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSummary
 
-__all__ = ["MetricNames", "MetricsWriter", "TakesMetrics"]
+__all__ = ["MetricNames", "MetricsWriter"]
 
 _SECONDS_WITHOUT_PAUSE = 60.0
-
-
-class TakesMetrics(Protocol):
-    """Logger interface that is used here."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Log the metrics of a step."""
 
 
 class MetricNames:
@@ -50,7 +41,7 @@ class MetricNames:
         return name
 
 
-class MetricsWriter(Sink):
+class MetricsWriter(ReadingWindow):
     """Sink that logs the medians of a window: few numbers, because loggers may send them over a network.
 
     It logs in pauses, off the critical path, and without pauses once a minute at most. It logs the last
@@ -59,31 +50,25 @@ class MetricsWriter(Sink):
 
     def __init__(
         self,
-        loggers: Sequence[TakesMetrics],
+        loggers: Sequence[Any],
         window_steps: int,
         step_now: Callable[[], int],
         without_curve: frozenset[str] = frozenset(),
         now_s: Callable[[], float] = monotonic,
     ) -> None:
+        super().__init__(window_steps)
         self._loggers = list(loggers)
-        self._window_steps = window_steps
         self._step_now = step_now
         self._without_curve = without_curve
         self._now_s = now_s
         self._names = MetricNames()
-        self._readings: deque[Reading] = deque(maxlen=window_steps)
-        self._n_new = 0
         # Values for the next window that do not come from readings.
         self._beside: dict[str, float] = {}
         self._written_at_s = now_s()
 
     def add(self, reading: Reading) -> None:
-        self._readings.append(reading)
-        self._n_new += 1
-        if (
-            self._n_new >= self._window_steps
-            and self._now_s() - self._written_at_s >= _SECONDS_WITHOUT_PAUSE
-        ):
+        super().add(reading)
+        if self.is_all_new and self._now_s() - self._written_at_s >= _SECONDS_WITHOUT_PAUSE:
             self._write()
 
     def add_beside(self, values: Mapping[str, float]) -> None:
@@ -92,20 +77,20 @@ class MetricsWriter(Sink):
 
     def pause(self) -> None:
         """Log the last window, if all of it is new."""
-        if self._n_new >= self._window_steps:
+        if self.is_all_new:
             self._write()
 
     def close(self) -> None:
         """Log the readings since the last window."""
-        if self._n_new or self._beside:
+        if self.n_new or self._beside:
             self._write()
 
     def _write(self) -> None:
         self._written_at_s = self._now_s()
-        n_new, self._n_new = min(self._n_new, len(self._readings)), 0
+        n_new, self.n_new = min(self.n_new, len(self)), 0
         if not self._loggers:
             return
-        summary = WindowSummary(list(self._readings)[len(self._readings) - n_new :])
+        summary = WindowSummary(list(self._readings)[len(self) - n_new :])
         values_ms = {
             self._names.of(tag): times.p50_ms
             for tag, times in summary.times.items()
@@ -116,7 +101,7 @@ class MetricsWriter(Sink):
         step = self._step_now()
         self._loggers = [logger for logger in self._loggers if self._log(logger, values_ms, step)]
 
-    def _log(self, logger: TakesMetrics, values_ms: dict[str, float], step: int) -> bool:
+    def _log(self, logger: Any, values_ms: dict[str, float], step: int) -> bool:
         """Log the values; False, with a warning, if the logger raised."""
         try:
             logger.log_metrics(dict(values_ms), step=step)

@@ -204,16 +204,27 @@ def column_times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64
 
 
 class ReadingWindow(Sink):
-    """Sink that keeps the last readings, after its close too, for the report."""
+    """Sink that keeps the last readings, after its close too.
+
+    Attributes:
+        n_new: the number of readings that have not been shown yet; those who show them reset it.
+    """
 
     def __init__(self, size: int = 200) -> None:
         self._readings: deque[Reading] = deque(maxlen=size)
+        self.n_new = 0
 
     def __len__(self) -> int:
         return len(self._readings)
 
     def add(self, reading: Reading) -> None:
         self._readings.append(reading)
+        self.n_new += 1
+
+    @property
+    def is_all_new(self) -> bool:
+        """True if a whole window of readings is new."""
+        return self.n_new >= (self._readings.maxlen or 0)
 
     def summary(self) -> WindowSummary:
         """The statistics of the readings."""

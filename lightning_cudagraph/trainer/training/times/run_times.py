@@ -241,7 +241,7 @@ class RunTimes:
         If an exception has ended the run, no event is waited for.
         """
         ranks = self._finish(summary.ended)
-        graph, eager = self._dashboard.window.summary(), self.eager.summary()
+        graph, eager = self._dashboard.summary(), self.eager.summary()
         notes = [*(delay_notes(self._trainer) if self._every_n_steps else []), *self._notes()]
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
         return replace(
@@ -269,7 +269,7 @@ class RunTimes:
         """
         ranks = self._finish(ended)
         notes = [*untimed_notes(untimed), *self._notes()]
-        text = eager_report(self._dashboard.window.summary(), notes, ranks, ended)
+        text = eager_report(self._dashboard.summary(), notes, ranks, ended)
         self._tensorboard.add_text("layer_timings/report", text, step_number)
         return text
 
@@ -295,9 +295,9 @@ class RunTimes:
         if self._ranks is not None and self._ranks.trouble:
             notes.append(f"the times of other processes are not known: {self._ranks.trouble}")
         if self._every_n_steps > 1:
-            came = "" if len(self._dashboard.window) else ", and the run has come to none of them"
+            came = "" if len(self._dashboard) else ", and the run has come to none of them"
             notes.append(f"one step of the optimizer in {self._every_n_steps} is timed{came}")
-        if self._trace is not None and len(self._dashboard.window):
+        if self._trace is not None and len(self._dashboard):
             notes.append(
                 f"the last timed steps are in {str(self._trace.path)!r}: open it at"
                 " https://ui.perfetto.dev"
