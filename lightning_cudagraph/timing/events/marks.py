@@ -146,9 +146,8 @@ class StepMarks:
     def forward_ended(self, output: Any = None) -> None:
         """Mark the end of the forward pass, which is the beginning of the backward pass.
 
-        Args:
-            output: the tensors from which the backward pass begins. The backward passes of layers are
-                found without them, but not the end of the nodes between these tensors and the layers.
+        Without `output`, from which the backward pass begins, the backward passes of layers are found,
+        but not the end of the nodes between these tensors and the layers.
         """
         self._layers.end_forward(output)
         self._enter("backward")
@@ -173,10 +172,7 @@ class StepMarks:
         return self._events[0]
 
     def read(self) -> list[float]:
-        """Read the times of the marks in the last replay, and wait for its end if need be.
-
-        Returns:
-            Milliseconds after the first mark, one for each of the layout's.
+        """Read the times of the marks in the last replay, in milliseconds after the first mark.
 
         Raises:
             CUDAGraphError: if there has been no replay, or if a capture is under way.

@@ -44,13 +44,8 @@ _OWN = "lightning_cudagraph.timing."
 class Timing:
     """One pass through a timed block: two events, and the line of the user's code that entered it.
 
-    Attributes:
-        context: the name that the user gave it.
-        captured: it is part of a graph.
-        events: start and end.
-        is_left: both events have been recorded.
-        home: the list that holds the timing.
-        is_told: the user has been warned that the block was never left.
+    A timing is `captured` if it is part of a graph, and `is_left` once both events have been recorded.
+    Its `home` is the list that holds it; `is_told` if a warning has said that the block was never left.
     """
 
     __slots__ = ("_code", "_line", "captured", "context", "events", "home", "is_left", "is_told")
@@ -144,11 +139,7 @@ def read_ms(timings: Sequence[Timing], last: Timing) -> list[float]:
 
 
 class Timings:
-    """Timings that are read together, in the order in which their blocks were entered.
-
-    Attributes:
-        n_open: the number of blocks that have been entered and not left.
-    """
+    """Timings that are read together, in the order in which their blocks were entered."""
 
     def __init__(self) -> None:
         self.clear()
@@ -213,11 +204,8 @@ class Timings:
 class TimedBlock:
     """A timed block: a context manager, which may be nested and used in any thread, and a decorator.
 
-    A copy, or a pickle of it when loaded, is a block that has not been entered.
-
-    Args:
-        owner: makes a `Timing`, or None, when the block is entered, and receives it when it is left.
-        context: the name of the block.
+    A copy, or a pickle of it when loaded, is a block that has not been entered. The owner makes a
+    `Timing`, or None, when the block is entered, and receives it when it is left.
     """
 
     def __init__(self, owner: Any, context: Any) -> None:

@@ -23,11 +23,9 @@ __all__ = ["unseen_by_encoder_layers"]
 def unseen_by_encoder_layers(
     is_ours: Callable[[Any], bool], unhooked: Callable[[nn.Module], None]
 ) -> Iterator[None]:
-    """Hide our hooks from torch's encoder layers in evaluation mode.
+    """Hide hooks that are ours from torch's encoder layers in evaluation mode.
 
-    Args:
-        is_ours: tests a hook.
-        unhooked: called with each member whose hooks are hidden, which is therefore not timed.
+    Each member whose hooks are hidden, and which is therefore not timed, is passed to `unhooked`.
     """
     forward: Any = nn.TransformerEncoderLayer.forward
 

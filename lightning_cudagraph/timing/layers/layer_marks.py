@@ -150,10 +150,8 @@ def _is_ours(hook: Any) -> bool:
 class LayerMarks:
     """Tracker of a step through its layers.
 
-    Args:
-        layers: the layers to time, by name.
-        turn_to: called at each change, with the tags of the layers' passes that the time from then on
-            belongs to.
+    At each change, `turn_to` is called with the tags of the layers' passes that the time from then on
+    belongs to.
     """
 
     def __init__(
@@ -180,9 +178,8 @@ class LayerMarks:
     def followed(self, captured: bool) -> Iterator[None]:
         """Context in which the layers have hooks.
 
-        Args:
-            captured: the step is captured. Then every node is watched. In an eager step, whose host time
-                counts, only nodes at which the layer changes are, if they run in the expected order.
+        In a capture every node is watched. In an eager step, whose host time counts, only nodes at which
+        the layer changes are, if they run in the expected order.
         """
         self._captured = captured
         with ExitStack() as stack:
@@ -326,10 +323,7 @@ class LayerMarks:
     def _watch(self, node: Any, thread: int, outside: Layers) -> None:
         """Have a node report its run, and then watch the nodes that run after it.
 
-        Args:
-            node: the node.
-            thread: the thread that made it.
-            outside: the layers to attribute it to if it was made outside of all layers' calls.
+        A node that `thread` made outside of all layers' calls is attributed to the layers `outside`.
         """
         number: int = node._sequence_nr()
         if number == _OF_PARAMETERS or (thread, number) in self._watched:

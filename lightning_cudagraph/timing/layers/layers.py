@@ -266,10 +266,8 @@ def _levels_with_room(model: nn.Module, max_layers: int) -> tuple[set[str], list
 def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Module]:
     """The modules to time, by name, in the order of `named_modules`.
 
-    A module with several names is timed once, under the first that was asked for.
-
-    Raises:
-        ConfigurationError: if a pattern or a type matches no module, or if they match too many.
+    A module with several names is timed once, under the first that was asked for. A pattern or type that
+    matches no module is an error, and so are too many layers.
     """
     named = _all_names(model)
     if not (timings.modules or timings.types or timings.depth is not None):
@@ -361,9 +359,7 @@ def _other_names(model: nn.Module, timings: LayerTimings) -> dict[str, str]:
 def never_timed(before: Mapping[str, str] | None, now: Mapping[str, str]) -> dict[str, str]:
     """Reasons for layers that no step so far has timed; steps may differ in the layers that they call.
 
-    Args:
-        before: untimed in all steps before; None if there are none.
-        now: untimed in this step.
+    `before` are those that were untimed in all steps before `now`; None if there are none.
     """
     return {what: why for what, why in now.items() if before is None or what in before}
 

@@ -22,11 +22,9 @@ _Layers = frozenset[str]
 
 
 class Recomputation:
-    """Tracker of non-reentrant checkpoints in one step.
+    """Tracker of non-reentrant checkpoints in one step, which is in calls of the layers `here`.
 
-    Args:
-        here: the layers in whose calls the step is.
-        moved: called when a recomputation begins or ends.
+    When a recomputation begins or ends, `moved` is called.
     """
 
     def __init__(self, here: Callable[[], _Layers], moved: Callable[[], None]) -> None:

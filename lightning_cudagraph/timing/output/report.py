@@ -111,13 +111,9 @@ def time_lines(
     ranks: Sequence[str] = (),
     event_host_us: float = 0.0,
 ) -> list[str]:
-    """Format the times of the parts of a step, of the gap between steps, and of several processes.
+    """Format the parts of a step: in replays, in eager steps of the warm-up, and in all processes.
 
-    Args:
-        graph: the times inside the last replays.
-        eager: the times inside the eager steps of the warm-up, if they were timed.
-        ranks: lines on several processes.
-        event_host_us: host time of one event per step in microseconds, if every step is timed.
+    With every step timed, `event_host_us` is the host time of one event per step.
     """
     lines = _parts_line("graph", graph)
     lines += [f"{line}; {_WATCHED}" for line in _parts_line("warm-up", eager)]
@@ -134,11 +130,7 @@ def eager_report(
 ) -> str:
     """The report of a run without graphs, as plain text with aligned columns.
 
-    Args:
-        times: the times of its last steps.
-        notes: notes for the user.
-        ranks: lines on several processes.
-        ended: the exception that ended the run, and after which step; empty without one.
+    `ended` names the exception that ended the run; it is empty without one.
     """
     lines = ["lightning_cudagraph: the times of an eager run", *ended_lines(ended)]
     lines += _parts_line("step", times)

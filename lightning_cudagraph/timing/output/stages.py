@@ -55,14 +55,7 @@ class StageSummary:
     def of(
         cls, counts: StepCounts, checked: int, pace: StepTime | None = None, remedy: str = ""
     ) -> StageSummary:
-        """A snapshot of the numbers.
-
-        Args:
-            counts: the counts of the run's steps.
-            checked: number of verified replays.
-            pace: the step times; None if they were not measured.
-            remedy: what to do about batches of many signatures.
-        """
+        """A snapshot of the numbers. Without a pace, step times were not measured."""
         return cls(
             warmed_up=counts.warmed_up,
             replayed=counts.replayed,

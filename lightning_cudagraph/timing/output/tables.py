@@ -194,9 +194,7 @@ def parts_table(summary: WindowSummary) -> list[str]:
 def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
     """Lines with the layers as a tree, and their times; none if no layer was timed.
 
-    Args:
-        summary: the times.
-        max_layers: the most layers that are shown; of more, the slowest and their containers.
+    Of more than `max_layers`, the slowest and their containers are shown.
     """
     layers = layers_of(summary)
     if not layers:

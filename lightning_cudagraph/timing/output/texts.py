@@ -45,11 +45,9 @@ def _first(characters: Iterable[str], width: int) -> str:
 
 
 def table(rows: Sequence[Sequence[str | float | None]], left: Sequence[int]) -> list[str]:
-    """Lines of a table with aligned columns.
+    """Lines of a table with aligned columns, those with the numbers `left` to the left.
 
-    Args:
-        rows: rows of equal length; a cell is a text, milliseconds, or None if it was not timed.
-        left: columns that are aligned to the left, and not to the right.
+    A cell is a text, milliseconds, or None if it was not timed.
     """
     texts = [[_cell(cell) for cell in row] for row in rows]
     widths = [max(map(places, column)) for column in zip(*texts, strict=True)]

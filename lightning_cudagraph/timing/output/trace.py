@@ -7,7 +7,7 @@ import os
 import socket
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,7 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
     threads: dict[int, str] = {steps_thread: "steps"}
     events: list[dict[str, Any]] = []
 
-    def add(
-        kind: str, name: str, args: Mapping[str, Any], thread: int = steps_thread, **more: Any
-    ) -> None:
+    def add(kind: str, name: str, args: Any, thread: int = steps_thread, **more: Any) -> None:
         events.append({"ph": kind, "name": name, "pid": process, "tid": thread, "args": args} | more)
 
     for reading, origin in zip(readings, _origins(readings), strict=True):
@@ -109,11 +107,7 @@ def _origins(readings: Sequence[Reading]) -> list[int]:
 def write_trace(
     path: str | Path, readings: Sequence[Reading], title: str = "CUDA graph", rank: int = 0
 ) -> None:
-    """Write a trace file atomically: an existing file is replaced once the new one is complete.
-
-    Raises:
-        OSError: if it cannot be written. No partial file is left.
-    """
+    """Write a trace file atomically: whole, or not at all if it cannot be written."""
     path = Path(path)
     text = json.dumps(trace_of(readings, title, rank), separators=(",", ":"))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -128,9 +122,7 @@ def write_trace(
 class TraceWriter(Sink):
     """Sink that keeps the last timed steps, and writes them as a trace file at the end.
 
-    Args:
-        where: the path, asked for when the file is written; its folder is created.
-        n_readings: the most steps in the file.
+    The path is asked for when the file is written; its folder is created.
     """
 
     def __init__(

@@ -66,11 +66,9 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True)
 class SharedRun:
-    """A run of several processes.
+    """A run of several processes, with a name that is the same in all of them and unique among runs.
 
-    Attributes:
-        name: the same in all processes, and unique among their runs.
-        waited_s: the total wait of this process's host for others before its steps, in seconds.
+    `waited_s` returns the total wait of this process's host for others before its steps.
     """
 
     name: str
@@ -81,16 +79,10 @@ class SharedRun:
 class RankRow:
     """The steps of one process in a window.
 
-    Attributes:
-        rank: of the process.
-        host: its machine.
-        first_step: as the trainer's loggers count.
-        last_step: likewise.
-        n_steps: the number of timed optimizer steps.
-        parts: times by name, of `PARTS` those that the steps have. ``step`` is the time from the end of
-            a step to the end of the next, ``wait`` its part in which the process only waits for others,
-            in collectives or before the launch, and ``work`` the rest: the time that it would take
-            alone. ``backward`` is without waits for all-reduces, and ``gap`` without those for a launch.
+    The times in `parts` are by name, of `PARTS` those that the steps have. ``step`` is the time from the
+    end of a step to the end of the next, ``wait`` its part in which the process only waits for others,
+    in collectives or before the launch, and ``work`` the rest: the time that it would take alone.
+    ``backward`` is without waits for all-reduces, and ``gap`` without those for a launch.
     """
 
     rank: int
@@ -169,19 +161,10 @@ def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
 class RankTimes(Sink):
     """Sink that summarises this process's steps by window, and in rank 0 tabulates all processes.
 
-    A window is a range of step numbers, so it is the same in all processes. Windows are exchanged in
-    pauses, through a store and not by a collective: a process that fails, or pauses alone, does not
-    block the others.
-
-    Args:
-        store: a `torch.distributed.Store`, of this run alone.
-        rank: of this process.
-        size: the number of processes.
-        window_steps: the number of steps of a window.
-        on_table: called in rank 0 for each window that all have sent.
-
-    Attributes:
-        trouble: the reason why times of other processes are missing; empty if there is none.
+    A window is a range of `window_steps` step numbers, so it is the same in all processes. Windows are
+    exchanged in pauses, through a `torch.distributed.Store` of this run alone and not by a collective: a
+    process that fails, or pauses alone, does not block the others. In rank 0, `on_table` is called for
+    each window that all have sent. If times of other processes are missing, `trouble` says why.
     """
 
     def __init__(
@@ -220,8 +203,7 @@ class RankTimes(Sink):
     def finish(self) -> RankTable | None:
         """Exchange the last windows, with a short wait for the others.
 
-        Returns:
-            In rank 0, the last steps of all processes; None if they are not known.
+        In rank 0, return the last steps of all processes; None if they are not known.
         """
         self._send(list(self._windows))
         deadline_s = monotonic() + _LAST_WORD_S

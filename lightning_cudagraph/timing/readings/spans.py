@@ -54,10 +54,8 @@ Track = Literal["forward", "backward", "optimizer", "communication", "copy", "ho
 class Span:
     """A timed part of a step: a stage, a layer in one pass, a kind of collective.
 
-    Attributes:
-        tag: its name in TensorBoard, such as ``layer_forward_ms/head``.
-        track: of a timeline.
-        calls: begin and end mark of each of its calls.
+    The tag is its name in TensorBoard, such as ``layer_forward_ms/head``; `calls` are the begin and end
+    mark of each of its calls.
     """
 
     tag: str
@@ -67,11 +65,9 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class SpanLayout:
-    """The spans of a captured or eager step, over its marks.
+    """The spans of a captured or eager step in display order, over its marks.
 
-    Attributes:
-        spans: in display order. The step's first mark has number 0.
-        n_marks: the number of marks.
+    The step's first mark has number 0.
     """
 
     spans: tuple[Span, ...]
@@ -91,14 +87,9 @@ class SpanLayout:
         return begins, ends, np.cumsum([0, *lengths[:-1]], dtype=np.intp)
 
     def durations_ms(self, offsets_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The times of all spans.
+        """The times of all spans, shape ``(..., len(spans))``; spans with several calls have their sum.
 
-        Args:
-            offsets_ms: the times of the marks, in milliseconds after the step's first; shape
-                ``(..., n_marks)``, usually one row for each reading.
-
-        Returns:
-            Milliseconds; shape ``(..., len(spans))``. Spans with several calls have their sum.
+        The marks' offsets have the shape ``(..., n_marks)``, usually one row for each reading.
         """
         if not self.spans:
             return np.zeros((*offsets_ms.shape[:-1], 0))
@@ -114,11 +105,9 @@ class Reading:
     Attributes:
         layout: the spans over the marks; one object for replays of one graph.
         step: as the trainer's loggers count it.
-        walltime_s: time of the read, in seconds since the epoch.
-        offsets_ms: times of the marks, in milliseconds after the step's first. Those of marks before the
-            step (the previous step's end, the copy of the batch) are negative.
+        offsets_ms: times of the marks after the step's first. Those of marks before the step (the
+            previous step's end, the copy of the batch) are negative.
         batch: index of the micro-batch in its accumulation window.
-        is_last: the last micro-batch of the window.
         waited_ms: the host's wait for other processes since the previous step.
     """
 

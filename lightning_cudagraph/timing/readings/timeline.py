@@ -32,16 +32,10 @@ _NOT_SHOWN = (TOTAL_TAG, EXPOSED_TAG)
 
 @dataclass(frozen=True)
 class Slice:
-    """One call of a layer, or of another part of the step.
+    """One call of a layer, or of another part of the step, in ticks after the step's first mark.
 
-    Attributes:
-        tag: of the span.
-        name: the layer, or the part of the step.
-        track: of the timeline.
-        row: of the track: 0, or more for a slice that overlaps another without nesting.
-        depth: the number of slices in the row that contain it.
-        begin: in ticks after the step's first mark.
-        end: likewise; not before `begin`.
+    `row` is that of the track: 0, or more for a slice that overlaps another without nesting. `depth` is
+    the number of slices in the row that contain it.
     """
 
     tag: str

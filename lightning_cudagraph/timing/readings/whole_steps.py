@@ -27,11 +27,9 @@ class StepJoiner:
     """Joins the readings of an accumulation window, as if its micro-batches were one long step.
 
     So the time of a layer is the sum over all micro-batches, and the optimizer's share is of the whole
-    window. A window without a reading of each, because a micro-batch was eager, is skipped.
-
-    Args:
-        apart: micro-batches are timed in different windows. A missing reading is replaced by the last of
-            its accumulation phase (first or middle).
+    window. A window without a reading of each, because a micro-batch was eager, is skipped. If
+    micro-batches are timed `apart`, in different windows, a missing reading is replaced by the last of
+    its accumulation phase (first or middle).
     """
 
     def __init__(self, apart: bool = False) -> None:

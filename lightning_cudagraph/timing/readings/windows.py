@@ -30,13 +30,11 @@ _BETWEEN = (GAP_TAG, COPY_TAG)
 
 @dataclass(frozen=True)
 class Times:
-    """Statistics of one span over a window.
+    """Statistics of one span over the `count` readings of a window that have it.
 
-    Attributes:
-        count: the number of readings that have the span. The statistics are over these alone.
-        share: the median divided by the median of the step's time; 0 if that is unknown. Ratios of
-            medians are robust against outliers. For gap and copy, the divisor is the time from the end
-            of a step to the end of the next.
+    The share is the median divided by the median of the step's time, 0 if that is unknown: ratios of
+    medians are robust against outliers. For gap and copy, the divisor is the time from the end of a step
+    to the end of the next.
     """
 
     count: int
@@ -56,9 +54,6 @@ class WindowSummary:
     stays until its last reading leaves the window.
 
     Attributes:
-        n_readings: the number of readings.
-        first_step: of the first reading, as the trainer's loggers count; 0 if there is none.
-        last_step: of the last reading.
         tags: of all spans, in display order.
         durations_ms: a row for each reading and a column for each tag; NaN if the reading lacks the tag.
         waited_ms: the host's wait for other processes before each reading's step.
@@ -171,11 +166,9 @@ class WindowSummary:
 
 
 def column_times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64]) -> list[Times | None]:
-    """The statistics of each column; None for columns without a number.
+    """The statistics of each column (a row for each reading); None for columns without a number.
 
-    Args:
-        durations_ms: a row for each reading.
-        whole_ms: the time of which they are shares, for each reading; NaN if unknown.
+    Shares are of `whole_ms` of each reading, which is NaN if unknown.
     """
     present = ~np.isnan(durations_ms)
     # Columns that are present in the same readings are computed together; there are about as many such
@@ -206,8 +199,7 @@ def column_times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64
 class ReadingWindow(Sink):
     """Sink that keeps the last readings, after its close too.
 
-    Attributes:
-        n_new: the number of readings that have not been shown yet; those who show them reset it.
+    `n_new` of them have not been shown yet; those who show them reset it.
     """
 
     def __init__(self, size: int = 200) -> None:

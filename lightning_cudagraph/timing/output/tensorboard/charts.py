@@ -94,12 +94,9 @@ def _band_tags(tag: str) -> list[str]:
 
 
 def _charts(tags: Collection[str]) -> dict[str, dict[str, list[str | list[str]]]]:
-    """The layout for `SummaryWriter.add_custom_scalars`.
+    """The layout for `SummaryWriter.add_custom_scalars`, of values with these tags (without `behind`).
 
     TensorBoard merges charts of several runs by title, and shows equal ones once.
-
-    Args:
-        tags: of all values that are written, as they are without `behind`.
     """
     found: dict[str, list[str | list[str]]] = {}
     if any(tag.startswith(STEP_TIME_TAG) for tag in tags):

@@ -38,11 +38,8 @@ class TensorBoardWriter(Sink):
 
     There is a point for each timed replay, at the trainer's step. With accumulation that is one point
     for each micro-batch: several share a step, as those of `self.log` do, and the optimizer's time is in
-    the last. A long run has fewer points later on, and says so in ``cudagraph/events``.
-
-    Args:
-        loggers: the trainer's loggers, of which those for TensorBoard are used.
-        without_curve: tags of spans that have no curve.
+    the last. A long run has fewer points later on, and says so in ``cudagraph/events``. Loggers that are
+    not for TensorBoard are passed over, and so are spans with the tags `without_curve`.
     """
 
     def __init__(

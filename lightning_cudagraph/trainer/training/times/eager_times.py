@@ -31,11 +31,7 @@ _runs = 0
 
 
 class EagerTimes:
-    """The clock of a `fit` without graphs.
-
-    Raises:
-        ConfigurationError: if the choice names a layer that is not there.
-    """
+    """The clock of a `fit` without graphs."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, choice: LayerTimings) -> None:
         self._trainer = trainer
@@ -117,11 +113,7 @@ class EagerTimes:
             stack.callback(self._abandon)
 
     def _is_due(self, batches_ahead: int) -> bool:
-        """True if a batch is timed.
-
-        Args:
-            batches_ahead: 0 for the latest batch that Lightning has counted, 1 for the next one.
-        """
+        """True if a batch is timed: the latest that Lightning has counted (0), or the next one (1)."""
         if self._module.automatic_optimization:
             return self._clock.is_due(self._trainer.global_step)
         # The optimizers may step any number of times; batches are counted instead.

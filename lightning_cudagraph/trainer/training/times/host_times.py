@@ -37,15 +37,11 @@ _NOTHING = nullcontext()
 
 
 class HostTimes(AbstractContextManager[None]):
-    """The host's time in measured steps.
-
-    Args:
-        backend: the device; on the emulator nothing is measured.
+    """The host's time in measured steps; on the emulator nothing is measured.
 
     Attributes:
         waits: for each place where the host waits for the device between replays, the seconds so far.
         is_on: the step under way is measured.
-        steps: number of measured steps.
         launches: number of launches at which the device was looked at.
         waiting: number of those at which it had nothing left to do.
     """
@@ -134,12 +130,7 @@ class HostTimes(AbstractContextManager[None]):
 
 
 def host_lines(times: HostTimes, callbacks: Sequence[Callback]) -> list[str]:
-    """Lines of the report on what bounds the steps: the device, or the host, and with what.
-
-    Args:
-        times: the times of the host.
-        callbacks: the trainer's callbacks.
-    """
+    """Lines of the report on what bounds the steps: the device, or the host, and with what."""
     if times.steps < _MIN_STEPS or times.launches < _MIN_STEPS:
         return []
     share = times.waiting / times.launches

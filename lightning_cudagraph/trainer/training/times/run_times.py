@@ -79,7 +79,7 @@ def ended_by(trainer: pl.Trainer, exception: BaseException | None) -> str:
 class RunTimes:
     """The clocks of one run, and the outputs of their readings.
 
-    Without a choice of layers (`choice` is None), only the step time on the host is measured.
+    Without a choice of layers, only the step time on the host is measured.
 
     Attributes:
         names: the timed layers.
@@ -89,9 +89,6 @@ class RunTimes:
         clock: times of replays, or of the steps of an eager run.
         eager_clock: times of the eager step of the warm-up, for comparison.
         eager: the readings of `eager_clock`.
-
-    Raises:
-        ConfigurationError: if the choice names a layer that does not exist.
     """
 
     def __init__(
@@ -170,12 +167,7 @@ class RunTimes:
     def timed_instances(
         self, accumulation: AccumulationPhase, accumulate_grad_batches: int
     ) -> tuple[bool, ...]:
-        """The capture instances that a step needs: True for one with timing events.
-
-        Args:
-            accumulation: the accumulation phase of the step.
-            accumulate_grad_batches: the length of the accumulation window, in batches.
-        """
+        """The capture instances that a step needs: True for one with timing events."""
         if self._every_n_steps == 0:
             return (False,)
         # Two timed instances, where timed replays follow each other: if every step is timed, and in the
@@ -186,11 +178,9 @@ class RunTimes:
         return timed if self._every_n_steps == 1 else (False, *timed)
 
     def marks(self, has_optimizer: bool, placement: Placement = "forked") -> StepMarks:
-        """Create the marks of a step, eager or captured.
+        """Create the marks of a step, eager or captured, with or without that of the optimizer.
 
-        Args:
-            has_optimizer: the step ends with the optimizer's, and not with the backward pass.
-            placement: of events in a graph: between kernels, or on a branch beside them.
+        Events in a graph are placed between kernels, or on a branch beside them.
         """
         return StepMarks(
             self._backend,
@@ -262,10 +252,8 @@ class RunTimes:
     def eager_report(self, untimed: Mapping[str, str], step_number: int, ended: str = "") -> str:
         """Read the remaining events, and write the report of a run without graphs.
 
-        Args:
-            untimed: parts that have no times, in words, with the reason.
-            step_number: the last step as the trainer's loggers count it.
-            ended: the exception that ended the run, in words. With one, no event is waited for.
+        `untimed` are parts without times, in words, with the reason. If an exception has ended the run,
+        no event is waited for.
         """
         ranks = self._finish(ended)
         notes = [*untimed_notes(untimed), *self._notes()]
@@ -274,11 +262,7 @@ class RunTimes:
         return text
 
     def _finish(self, ended: str) -> list[str]:
-        """Read the remaining events.
-
-        Returns:
-            The report's lines on all processes, in the first of them.
-        """
+        """Read the remaining events; in the first process, return the report's lines on all of them."""
         if ended:  # the device may never come to its last events, and other processes never to this end
             return []
         self.clock.finish()
