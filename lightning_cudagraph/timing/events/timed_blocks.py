@@ -1,7 +1,8 @@
 """Timed blocks of code, with two events each: context managers and decorators.
 
 In a capture the events are external ones, nodes of the graph: each replay sets their times, and the host
-can read them. Until CUDA is initialised, the host's clock replaces the events.
+can read them. Outside, torch treats these as ordinary ones (c10/cuda/CUDAEvent.h). A block does not
+initialise CUDA: until other code has done so, nothing runs on a GPU, and the host's clock is read.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from lightning_cudagraph.device.emulator import HostEvent
+from lightning_cudagraph.device.emulator import EmulatedGraph, HostEvent
 from lightning_cudagraph.errors import TimerError
-from lightning_cudagraph.timing.events.here import event_here, is_captured_here
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TimedBlock", "Timing", "Timings", "has_no_time", "name_of", "read_ms"]
+__all__ = ["TimedBlock", "Timing", "Timings", "has_no_time", "is_captured_here", "name_of", "read_ms"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,6 +41,20 @@ _NOT_BEGUN: tuple[type, ...] = (
 _OWN = "lightning_cudagraph.timing."
 
 
+def is_captured_here() -> bool:
+    """True if the calling thread issues into a capture."""
+    if EmulatedGraph.recording() is not None:
+        return True
+    # A query of the current stream, which includes autograd's threads and forked streams.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _event_here() -> Any:
+    if torch.cuda.is_initialized() and EmulatedGraph.recording() is None:
+        return torch.cuda.Event(enable_timing=True, external=True)
+    return HostEvent()
+
+
 class Timing:
     """One pass through a timed block: two events, and the line of the user's code that entered it.
 
@@ -53,7 +67,7 @@ class Timing:
     def __init__(self, context: Any = None) -> None:
         self.context = context
         self.captured = is_captured_here()
-        self.events = event_here(), event_here()
+        self.events = _event_here(), _event_here()
         self.home: Timings | None = None
         self.is_left = self.is_told = False
         frame: FrameType | None = sys._getframe(1)

@@ -20,10 +20,8 @@ __all__ = ["unseen_by_encoder_layers"]
 
 
 @contextmanager
-def unseen_by_encoder_layers(
-    is_ours: Callable[[Any], bool], unhooked: Callable[[nn.Module], None]
-) -> Iterator[None]:
-    """Hide hooks that are ours from torch's encoder layers in evaluation mode.
+def unseen_by_encoder_layers(ours: type, unhooked: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Hide hooks of the class `ours` from torch's encoder layers in evaluation mode.
 
     Each member whose hooks are hidden, and which is therefore not timed, is passed to `unhooked`.
     """
@@ -35,7 +33,7 @@ def unseen_by_encoder_layers(
         tables: list[Any] = [
             table for member in members for table in (member._forward_pre_hooks, member._forward_hooks)
         ]
-        if not all(is_ours(hook) for table in tables for hook in table.values()):
+        if not all(isinstance(hook, ours) for table in tables for hook in table.values()):
             return []
         for member in members[1:]:
             unhooked(member)

@@ -41,10 +41,6 @@ _NOT_CALLED = "the step does not call it, or past its hooks only (`.forward()`, 
 _OF_PARAMETERS = 2**64 - 1
 
 
-def _engine() -> Any:
-    return torch.autograd.Variable._execution_engine
-
-
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
     """The tensors in a layer's output, found without a call of user code.
 
@@ -109,10 +105,6 @@ def _out_of_reach(layers: Mapping[str, nn.Module]) -> dict[str, str]:
     return found
 
 
-def _ignore(tags: frozenset[str]) -> None:
-    pass
-
-
 def _number(handle: RemovableHandle, number: int) -> None:
     """Give a hook a fixed id: Dynamo guards on ids of hooks, and would recompile in each timed step."""
     tables = [ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
@@ -141,10 +133,6 @@ class _Hook:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return no_hook()
-
-
-def _is_ours(hook: Any) -> bool:
-    return isinstance(hook, _Hook)
 
 
 class LayerMarks:
@@ -185,7 +173,7 @@ class LayerMarks:
         with ExitStack() as stack:
             stack.callback(self._leave)
             stack.enter_context(self._recomputation.noticed())
-            stack.enter_context(unseen_by_encoder_layers(_is_ours, self._unhooked.add))
+            stack.enter_context(unseen_by_encoder_layers(_Hook, self._unhooked.add))
             for name, layer in self._layers.items():
                 if name not in self._out_of_reach:
                     for handle in self._hook(name, layer):
@@ -198,7 +186,7 @@ class LayerMarks:
         Without the callback, the events are freed at once, and not by Python's collector of cycles.
         """
         self._pass = None
-        self._tell = _ignore
+        self._tell = lambda tags: None
 
     def begin_forward(self) -> None:
         """Note the beginning of a forward pass; a step may have several."""
@@ -356,4 +344,5 @@ class LayerMarks:
             if self._pass == BACKWARD_TAG:
                 self._turn_to(self._here)
 
-        _engine().queue_callback(ended)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(ended)
