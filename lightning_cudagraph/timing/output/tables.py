@@ -15,7 +15,6 @@ __all__ = [
     "Layer",
     "layer_table",
     "layers_of",
-    "mostly_members",
     "parts_table",
     "timed_steps",
     "window_text",
@@ -53,24 +52,15 @@ class Layer:
         name: as in `named_modules`.
         parent: the innermost timed layer that contains it, by name.
         depth: the number of timed layers that contain it.
-        has_members: it contains other timed layers.
         is_sum: most of its time is that of its members.
-        forward: times of the forward pass; None if it has none.
-        backward: times of the backward pass; None if it has none.
     """
 
     name: str
     parent: str | None
     depth: int
-    has_members: bool
     is_sum: bool
     forward: Times | None
     backward: Times | None
-
-    @property
-    def mean_ms(self) -> float:
-        """Milliseconds of both passes."""
-        return sum(times.mean_ms for times in (self.forward, self.backward) if times is not None)
 
     @property
     def median_ms(self) -> float:
@@ -96,7 +86,7 @@ def _parent(name: str, names: Collection[str]) -> str | None:
     return parent or None
 
 
-def mostly_members(times_ms: Mapping[str, float]) -> set[str]:
+def _mostly_members(times_ms: Mapping[str, float]) -> set[str]:
     """The layers whose members take most of their time, which is shown at the members."""
     inside_ms: dict[str, float] = {}
     for name, time_ms in times_ms.items():
@@ -120,7 +110,7 @@ def layers_of(summary: WindowSummary) -> list[Layer]:
     passes = {
         name: (summary.get(FORWARD_TAG + name), summary.get(BACKWARD_TAG + name)) for name in names
     }
-    sums = mostly_members({name: _median_ms(*times) for name, times in passes.items()})
+    sums = _mostly_members({name: _median_ms(*times) for name, times in passes.items()})
     layers: list[Layer] = []
     # A stack instead of recursion: the depth of names has no bound.
     waiting = [(name, 0) for name in reversed(members.get(None, []))]
@@ -131,7 +121,6 @@ def layers_of(summary: WindowSummary) -> list[Layer]:
                 name,
                 parents[name],
                 depth,
-                name in members,
                 name in sums,
                 *passes[name],
             )
@@ -143,10 +132,6 @@ def layers_of(summary: WindowSummary) -> list[Layer]:
 def timed_steps(number: int) -> str:
     """A number of timed steps, in words."""
     return f"{number} timed step" + ("" if number == 1 else "s")
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
 
 
 def _bar(forward: float, backward: float) -> str:
@@ -162,24 +147,20 @@ def parts_table(summary: WindowSummary) -> list[str]:
 
     Shares are ratios of medians: to the step, but for gap and copy to the time from step to step.
     """
-    rows = [
-        (f"  {part}", times)
-        for part in STEP_PARTS
-        if (times := summary.get(STEP_TAG + part)) is not None
-    ]
-    if not rows or summary.step is None:
-        return []
     step = summary.step
+    if step is None:
+        return []
     lines: list[tuple[str | float, ...]] = [
         ("step", "p05 ms", "p50 ms", "p95 ms", "max ms", "mean ms", "share", "")
     ]
 
     def add(name: str, times: Times, note: str = "", share: str | None = None) -> None:
         numbers = (times.p05_ms, times.p50_ms, times.p95_ms, times.max_ms, times.mean_ms)
-        lines.append((name, *numbers, share or _percent(times.share), note))
+        lines.append((name, *numbers, share or f"{times.share:.1%}", note))
 
-    for name, times in rows:
-        add(name, times, _bar(times.share, 0.0))
+    for part in STEP_PARTS:
+        if (times := summary.get(STEP_TAG + part)) is not None:
+            add(f"  {part}", times, _bar(times.share, 0.0))
     add("  whole", step)
     for part, what in _BESIDE.items():
         if (times := summary.get(STEP_TAG + part)) is None:
@@ -229,7 +210,7 @@ def _layer_row(layer: Layer) -> tuple[str | float | None, ...]:
     times_ms = [(None, None) if times is None else (times.p50_ms, times.p95_ms) for times in passes]
     shares = [0.0 if times is None else times.share for times in passes]
     name = indent + shortened(layer.own_name, max(_NAME_WIDTH - len(indent), 12))
-    return name, *times_ms[0], *times_ms[1], _percent(layer.share), _bar(*shares)
+    return name, *times_ms[0], *times_ms[1], f"{layer.share:.1%}", _bar(*shares)
 
 
 def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
@@ -254,7 +235,7 @@ def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
 def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
     """Sentences about the sums of the table, and about times that it contains twice."""
     lines = []
-    if any(layer.has_members for layer in layers):
+    if any(layer.depth for layer in layers):
         text = "The time of an indented layer is contained in that of the one above it"
         if elsewhere := _called_elsewhere(summary, layers):
             more = ", ..." if len(elsewhere) > _NAMES_SHOWN else ""
@@ -282,14 +263,7 @@ def window_text(summary: WindowSummary, max_layers: int = 40) -> str:
     if not summary.n_readings:
         return "No step was timed."
     steps = f"{summary.first_step} to {summary.last_step}"
-    parts = parts_table(summary)
-    layers = layer_table(summary, max_layers)
-    return "\n".join(
-        [
-            f"{timed_steps(summary.n_readings)}, {steps}",
-            *([""] if parts else []),
-            *parts,
-            *([""] if layers else []),
-            *layers,
-        ]
-    )
+    lines = [f"{timed_steps(summary.n_readings)}, {steps}"]
+    for text in (parts_table(summary), layer_table(summary, max_layers)):
+        lines += ["", *text] if text else []
+    return "\n".join(lines)

@@ -32,27 +32,12 @@ from lightning_cudagraph.timing.readings.spans import (
 )
 from lightning_cudagraph.timing.readings.windows import Times, WindowSummary, column_times
 
-__all__ = [
-    "PARTS",
-    "RankRow",
-    "RankTable",
-    "RankTimes",
-    "SharedRun",
-    "part_times",
-]
+__all__ = ["RankRow", "RankTable", "RankTimes", "SharedRun", "part_times"]
 
 # The parts of steps that processes exchange. The first three are computed from the others.
-PARTS = (
-    "step",
-    "work",
-    "wait",
-    "forward",
-    "backward",
-    "host",
-    "optimizer",
-    "gap",
-    "copy",
-    "all_reduce",
+_PARTS = (
+    *("step", "work", "wait"),
+    *("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce"),
 )
 _OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
 # The parts that tile the time from the end of a step to the end of the next.
@@ -79,7 +64,7 @@ class SharedRun:
 class RankRow:
     """The steps of one process in a window.
 
-    The times in `parts` are by name, of `PARTS` those that the steps have. ``step`` is the time from the
+    The times in `parts` are by name, those that the steps have. ``step`` is the time from the
     end of a step to the end of the next, ``wait`` its part in which the process only waits for others,
     in collectives or before the launch, and ``work`` the rest: the time that it would take alone.
     ``backward`` is without waits for all-reduces, and ``gap`` without those for a launch.
@@ -120,27 +105,26 @@ class RankTable:
     @property
     def scalars(self) -> dict[str, float]:
         """The values of curves, by tag."""
-        slowest, fastest = self.slowest, self.fastest
-        work_ms = [row.p50_ms("work") for row in (fastest, slowest)]
+        slowest_ms, fastest_ms = self.slowest.p50_ms("work"), self.fastest.p50_ms("work")
         waits_ms = [row.p50_ms("wait") for row in self.rows]
         return {
             f"{RANKS_TAG}step": self.median_ms("step"),
-            f"{RANKS_TAG}work_slowest": work_ms[1],
+            f"{RANKS_TAG}work_slowest": slowest_ms,
             f"{RANKS_TAG}work_median": self.median_ms("work"),
-            f"{RANKS_TAG}work_fastest": work_ms[0],
-            f"{RANKS_TAG}work_spread": work_ms[1] - work_ms[0],
+            f"{RANKS_TAG}work_fastest": fastest_ms,
+            f"{RANKS_TAG}work_spread": slowest_ms - fastest_ms,
             f"{RANKS_TAG}wait_least": min(waits_ms),
             f"{RANKS_TAG}wait_most": max(waits_ms),
-            "ranks/slowest": float(slowest.rank),
+            "ranks/slowest": float(self.slowest.rank),
         }
 
 
 def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
-    """The times of steps by part, of `PARTS` those that the steps have."""
+    """The times of steps by part, of `_PARTS` those that the steps have."""
     summary = WindowSummary(readings)
-    parts_ms = {part: summary.series_ms(STEP_TAG + part) for part in PARTS}
+    parts_ms = {part: summary.series_ms(STEP_TAG + part) for part in _PARTS}
     parts_ms["optimizer"] = summary.series_ms(*(STEP_TAG + part for part in _OF_OPTIMIZER))
-    known = {*(STEP_TAG + part for part in (*PARTS, *_OF_OPTIMIZER)), EXPOSED_TAG, TOTAL_TAG}
+    known = {*(STEP_TAG + part for part in (*_PARTS, *_OF_OPTIMIZER)), EXPOSED_TAG, TOTAL_TAG}
     # Other collectives, for which the step waits from beginning to end.
     others = [tag for tag in summary.tags if tag.startswith(STEP_TAG) and tag not in known]
     exposed_ms = np.nan_to_num(summary.series_ms(EXPOSED_TAG))
@@ -154,8 +138,8 @@ def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
     parts_ms |= {"step": step_ms, "work": step_ms - wait_ms, "wait": wait_ms}
     parts_ms["backward"] = parts_ms["backward"] - exposed_ms
     parts_ms["gap"] = parts_ms["gap"] - before_ms
-    columns = column_times(np.stack([parts_ms[part] for part in PARTS], axis=1), step_ms)
-    return {part: times for part, times in zip(PARTS, columns, strict=True) if times is not None}
+    columns = column_times(np.stack([parts_ms[part] for part in _PARTS], axis=1), step_ms)
+    return {part: times for part, times in zip(_PARTS, columns, strict=True) if times is not None}
 
 
 class RankTimes(Sink):

@@ -20,6 +20,7 @@ __all__ = [
     "FORWARD_TAG",
     "MAX_LAYOUTS",
     "RANKS_TAG",
+    "STAGE_TAGS",
     "STEP_PARTS",
     "STEP_TAG",
     "STEP_TIME_TAG",
@@ -39,6 +40,7 @@ RANKS_TAG = "ranks_ms/"
 TOTAL_TAG = f"{STEP_TAG}total"
 # The stages that tile a step, in order.
 STEP_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
+STAGE_TAGS = tuple(STEP_TAG + part for part in STEP_PARTS)
 # The step's wait for all-reduces, which is also in the time of the all-reduces themselves.
 EXPOSED_TAG = f"{STEP_TAG}all_reduce_exposed"
 

@@ -9,8 +9,7 @@ from itertools import pairwise
 from lightning_cudagraph.timing.readings.sinks import Sink, Sinks
 from lightning_cudagraph.timing.readings.spans import (
     MAX_LAYOUTS,
-    STEP_PARTS,
-    STEP_TAG,
+    STAGE_TAGS,
     TOTAL_TAG,
     Reading,
     Span,
@@ -19,8 +18,6 @@ from lightning_cudagraph.timing.readings.spans import (
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 
 __all__ = ["StepJoiner", "WholeSteps"]
-
-_PARTS = tuple(STEP_TAG + part for part in STEP_PARTS)
 
 
 class StepJoiner:
@@ -96,7 +93,7 @@ def _joined_layout(layouts: tuple[SpanLayout, ...]) -> SpanLayout:
     for layout in layouts:
         by_tag = {span.tag: span.calls for span in layout.spans}
         if TOTAL_TAG in spans and TOTAL_TAG not in by_tag:
-            by_tag[TOTAL_TAG] = tuple(call for part in _PARTS for call in by_tag.get(part, ()))
+            by_tag[TOTAL_TAG] = tuple(call for tag in STAGE_TAGS for call in by_tag.get(tag, ()))
         for tag, of_batch in by_tag.items():
             calls.setdefault(tag, []).extend((first + begin, first + end) for begin, end in of_batch)
         first += layout.n_marks

@@ -18,6 +18,7 @@ from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import (
     EXPOSED_TAG,
     RANKS_TAG,
+    STAGE_TAGS,
     STEP_PARTS,
     STEP_TAG,
     STEP_TIME_TAG,
@@ -35,7 +36,7 @@ _CATEGORY = "CUDA graph"
 # The times that have a band, and the titles of their charts, in order.
 _BANDS = {
     TOTAL_TAG: "step on the device",
-    **{f"{STEP_TAG}{part}": part for part in STEP_PARTS},
+    **dict(zip(STAGE_TAGS, STEP_PARTS, strict=True)),
     GAP_TAG: "gap before the step",
     f"{STEP_TAG}all_reduce": "all-reduces",
     EXPOSED_TAG: "all-reduces that the step waits for",
