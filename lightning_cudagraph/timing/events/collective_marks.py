@@ -17,12 +17,11 @@ class Collectives:
 
     A collective on a stream of its own begins when its inputs are ready and the collective before it is
     done. The later of the two is known once the step has run. So its beginning has no event: it is
-    computed from two marks, and numbered after all events. `ends` and `n_begins` are of these alone.
+    computed from two marks, and numbered after all events. `ends` are of these alone.
     """
 
     def __init__(self) -> None:
         self.ends: list[int] = []
-        self.n_begins = 0
         # Name, ready and end mark of those on streams of their own, in the order of issue.
         self._overlapping: list[tuple[str, int, int]] = []
         self._waited_for: list[tuple[str, int, int]] = []
@@ -35,7 +34,6 @@ class Collectives:
         self._overlapping.append((name, ready, end))
         self._held.append(tensors)
         self.ends.append(end)
-        self.n_begins += 1
 
     def add_waited_for(self, name: str, begin: int, end: int) -> None:
         """Add a collective that runs between the kernels of the step."""

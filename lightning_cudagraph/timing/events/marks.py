@@ -264,7 +264,7 @@ class StepMarks:
         self.untimed = self._layers.untimed(frozenset(span.tag for span in spans))
         if not self._layers.backward_is_known:
             spans = [span for span in spans if not span.tag.startswith(BACKWARD_TAG)]
-        key = (tuple(spans), len(self._events) + self._collectives.n_begins)
+        key = (tuple(spans), len(self._events) + len(self._collectives.ends))
         self.layout = _layouts.setdefault(key, SpanLayout(*key))
 
 

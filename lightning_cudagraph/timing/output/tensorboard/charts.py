@@ -1,4 +1,4 @@
-"""Charts in TensorBoard's tab Custom Scalars, and the bands of times that they show.
+"""Charts in TensorBoard's tab Custom Scalars, and the times that they show: a line and bands.
 
 That tab has no settings: it colours lines by run alone, and fits the axis to 95 % of the values. So a
 chart shows one time of each run, whose band ends above the line of its medians.
@@ -26,9 +26,10 @@ from lightning_cudagraph.timing.readings.spans import (
     Reading,
 )
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
+from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 
-__all__ = ["Charts", "StepBand"]
+__all__ = ["Charts", "StepBand", "StepLine"]
 
 _BAND_TAG = "step_band_ms/"
 _CATEGORY = "CUDA graph"
@@ -42,11 +43,48 @@ _BANDS = {
     EXPOSED_TAG: "all-reduces that the step waits for",
 }
 
+# TensorBoard fits the axis to less than the highest and the lowest point, and shows nothing of two. So
+# the first points come sooner, for short runs.
+_FIRST_READINGS, _MOST_READINGS = 10, 50
+
 _LAYOUT_TAG = b"custom_scalars__config__"
 # Layouts of charts stand near the beginning of a file.
 _SEARCHED_BYTES = 16 * 2**20
 # Around the data of a record: its length with a checksum, and the data's checksum.
 _HEADER_BYTES, _FOOTER_BYTES = 12, 4
+
+
+class StepLine(Sink):
+    """Sink that shows the mean time of up to fifty steps, beside that of the plain steps.
+
+    The latter is measured once, in long runs on a GPU, and repeated, so that it is a line in a chart.
+    Both are from the end of a step to the end of the next, as in the report.
+    """
+
+    def __init__(self, pace: StepTime, show: Callable[[Mapping[str, float], int], None]) -> None:
+        self._pace = pace
+        self._show = show
+        self._n_new = 0
+        self._n_due = _FIRST_READINGS
+        self._step = 0
+
+    def add(self, reading: Reading) -> None:
+        self._step = reading.step
+        self._n_new += 1
+        if self._n_new >= self._n_due:
+            self._write()
+            self._n_due = min(2 * self._n_due, _MOST_READINGS)
+
+    def close(self) -> None:
+        """Show the rest."""
+        if self._n_new:
+            self._write()
+
+    def _write(self) -> None:
+        self._n_new = 0
+        times_ms = {"replayed": self._pace.since_last_ms(), "eager": self._pace.plain_ms}
+        values = {f"{STEP_TIME_TAG}{name}": ms for name, ms in times_ms.items() if ms is not None}
+        self._show(values, self._step)
 
 
 class StepBand(Sink):

@@ -22,7 +22,12 @@ from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
 from lightning_cudagraph.trainer.config.support import make_backend
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_optimizers, timed_stages
-from lightning_cudagraph.trainer.training.times.run_times import RunTimes, batch_of_step, ended_by
+from lightning_cudagraph.trainer.training.times.run_times import (
+    RunTimes,
+    batch_of_step,
+    ended_by,
+    step_number,
+)
 from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
 __all__ = ["EagerTimes"]
@@ -61,12 +66,14 @@ class EagerTimes:
         # Without the optimizer, unless the batch is the last of its accumulation window.
         steps = not (module.automatic_optimization and trainer.fit_loop._should_accumulate())
         marks = self._marks = self._times.marks(steps)
-        places: list[tuple[str, Callable[..., Any]]] = [("training_step", self._forwards)]
+        self._patch("training_step", partial(self._forwards, marks))
         if module.automatic_optimization:
-            places.append(("optimizer_step", self._steps))
-        for name, instead in places:
-            original = getattr(trainer.strategy, name)
-            self._step.enter_context(in_place(trainer.strategy, name, partial(instead, marks, original)))
+            self._patch("optimizer_step", self._steps)
+
+    def _patch(self, name: str, instead: Callable[..., Any]) -> None:
+        """Patch a method of the strategy until the step ends; `instead` is given the original."""
+        strategy = self._trainer.strategy
+        self._step.enter_context(in_place(strategy, name, partial(instead, getattr(strategy, name))))
 
     def forward_ended(self, loss: Any) -> None:
         """Mark the end of the forward pass: the backward pass from this loss begins."""
@@ -85,7 +92,7 @@ class EagerTimes:
         """Pass the marks of a training batch to the clock."""
         self._end_marks()
         marks, self._finished, self._marks = self._finished, None, None
-        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = step_number(self._trainer)
         self._clock.ended(marks, step, self._is_due(1), *batch_of_step(self._trainer))
         if marks is not None:
             self._untimed = never_timed(self._untimed, marks.untimed)
@@ -101,9 +108,8 @@ class EagerTimes:
 
     def finish(self, exception: BaseException | None = None) -> str:
         """Read the remaining events, and write the report; `exception` is what ended the run."""
-        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
         ended = ended_by(self._trainer, exception)
-        return self._times.eager_report(self._untimed or {}, step, ended)
+        return self._times.eager_report(self._untimed or {}, step_number(self._trainer), ended)
 
     def close(self) -> None:
         """Undo all patches, and write the remaining readings."""
@@ -133,7 +139,7 @@ class EagerTimes:
                 self._step.enter_context(timed_optimizers(marks, self._trainer))
         return original(*args, **kwargs)
 
-    def _steps(self, marks: StepMarks, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _steps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Patch of `Strategy.optimizer_step`, with which a timed step ends."""
         result = original(*args, **kwargs)
         self._end_marks()

@@ -40,7 +40,7 @@ def fused_notes(optimizer: Optimizer, replayed: int, replay_ms: float | None) ->
         for group in optimizer.param_groups
     ]
     parameters = [parameter for group in groups for parameter in group]
-    if not parameters or not all(_is_plain(parameter) for parameter in parameters):
+    if not parameters or not all(map(_is_plain, parameters)):
         return []
     needed_bytes = _COPIES * sum(parameter.nbytes for parameter in parameters)
     free_bytes, _ = torch.cuda.mem_get_info(parameters[0].device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +34,8 @@ from lightning_cudagraph.timing.layers.layers import (
 from lightning_cudagraph.timing.output.dashboard import Dashboard
 from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_text
 from lightning_cudagraph.timing.output.report import eager_report, layer_lines, time_lines
-from lightning_cudagraph.timing.output.step_line import StepLine
 from lightning_cudagraph.timing.output.summary import RunSummary
-from lightning_cudagraph.timing.output.tensorboard.charts import StepBand
+from lightning_cudagraph.timing.output.tensorboard.charts import StepBand, StepLine
 from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.output.trace import TraceWriter
 from lightning_cudagraph.timing.readings.rank_times import RankTable, RankTimes, SharedRun
@@ -99,27 +98,30 @@ class RunTimes:
         choice: LayerTimings | None,
         run: SharedRun | None = None,
     ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._backend = backend
         self.off: list[str] = []
+        self.names: list[str] = []
+        self._left_out: dict[str, str] = {}
+        self._every_n_steps = 0
+        window_steps = LayerTimings.window_steps
+        inner: set[str] = set()
         if choice is not None:
             require(TIMES)
             self.off = notes(EVENT_QUEUE, CHARTS)
-        self.names: list[str] = [] if choice is None else list(select_layers(module, choice))
-        self._module = module
-        self._left_out = {} if choice is None else left_out(module, choice)
-        self.pace = StepTime()
-        self._trainer = trainer
-        self._backend = backend
-        self._every_n_steps = 0 if choice is None else choice.every_n_steps
-        self._takes_in_turn = backend.graphs_per_step > 1
-        window_steps = LayerTimings.window_steps if choice is None else choice.window_steps
-        inner = set() if choice is None else without_curves(module, choice)
+            self.names = list(select_layers(module, choice))
+            self._left_out = left_out(module, choice)
+            self._every_n_steps = choice.every_n_steps
+            window_steps = choice.window_steps
+            inner = without_curves(module, choice)
         without_curve = frozenset(way + name for name in inner for way in (FORWARD_TAG, BACKWARD_TAG))
+        self.pace = StepTime()
         self._tensorboard = TensorBoardWriter(trainer.loggers, without_curve)
         self.eager = ReadingWindow(window_steps)
         self._counted = (0, 0)
-        loop = trainer.fit_loop.epoch_loop
-        others = other_loggers_writer(
-            trainer.loggers, window_steps, lambda: loop._batches_that_stepped, without_curve
+        self._others = others = other_loggers_writer(
+            trainer.loggers, window_steps, lambda: step_number(trainer), without_curve
         )
         model = type(module).__qualname__
         self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
@@ -133,10 +135,8 @@ class RunTimes:
         if choice is not None and choice.trace_steps > 0:
             rank = trainer.global_rank
             title = f"{model}, rank {rank}" if trainer.world_size > 1 else model
-            path = _TracePath(trainer, store)
-            self._trace = TraceWriter(path.found, choice.trace_steps, title, rank)
+            self._trace = TraceWriter(_trace_file(trainer, store), choice.trace_steps, title, rank)
             of_steps.append(self._trace)
-        self._others = others
         self._ranks: RankTimes | None = None
         self._ranks_shown: RankTable | None = None
         if choice is not None and store is not None:
@@ -173,8 +173,8 @@ class RunTimes:
         # Two timed instances, where timed replays follow each other: if every step is timed, and in the
         # middle of a window, since a window is timed as a whole.
         in_the_middle = not (accumulation.drops or accumulation.steps) and accumulate_grad_batches > 3
-        in_graph_break = self._takes_in_turn and (self._every_n_steps == 1 or in_the_middle)
-        timed = (True, True) if in_graph_break else (True,)
+        takes_turns = self._backend.graphs_per_step > 1
+        timed = (True, True) if takes_turns and (self._every_n_steps == 1 or in_the_middle) else (True,)
         return timed if self._every_n_steps == 1 else (False, *timed)
 
     def marks(self, has_optimizer: bool, placement: Placement = "forked") -> StepMarks:
@@ -300,27 +300,25 @@ def _device_name(trainer: pl.Trainer) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
-class _TracePath:
-    """The file of a process's trace, in the folder of the first process.
+def _trace_file(trainer: pl.Trainer, store: Any) -> Callable[[], Path]:
+    """A function for the file of a process's trace, in the folder of the first process.
 
     Loggers of other processes name other folders, and `trainer.log_dir` is a collective, which blocks
-    unless all processes call it. So the first process leaves its folder in the run's own store.
+    unless all processes call it. So the first process leaves its folder in the run's own store; until
+    it is known, the file is in a folder of this process's own.
     """
+    folder, rank = _folder(trainer), trainer.global_rank
+    if store is not None and rank == 0:
+        store.set(_FOLDER, folder)
 
-    def __init__(self, trainer: pl.Trainer, store: Any) -> None:
-        self._store = store
-        self._rank = trainer.global_rank
-        self._folder = _folder(trainer)
-        if store is not None and self._rank == 0:
-            store.set(_FOLDER, self._folder)
-
-    def found(self) -> Path:
-        """The file; in a folder of this process's own until the first one's is known."""
+    def found() -> Path:
+        nonlocal folder
         with suppress(RuntimeError):  # the store may be gone, with the process that hosts it
-            if self._store is not None and self._store.check([_FOLDER]):
-                self._folder = self._store.get(_FOLDER).decode()
-        name = "layer_trace.json" if self._rank == 0 else f"layer_trace_rank{self._rank}.json"
-        return Path(self._folder) / name
+            if store is not None and store.check([_FOLDER]):
+                folder = store.get(_FOLDER).decode()
+        return Path(folder) / ("layer_trace.json" if rank == 0 else f"layer_trace_rank{rank}.json")
+
+    return found
 
 
 def _tensorboard_dir(trainer: pl.Trainer) -> str | None:
