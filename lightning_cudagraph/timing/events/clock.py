@@ -127,7 +127,6 @@ class FitClock:
         self._sinks.pause()
 
     def finish(self) -> None:
-        """Wait for the steps that are left, and read them."""
         while self._unread:
             self._await_first()
 

@@ -168,7 +168,6 @@ class StepMarks:
 
     @property
     def start(self) -> Event:
-        """The first event."""
         return self._events[0]
 
     def read(self) -> list[float]:
@@ -246,7 +245,6 @@ class StepMarks:
             self._open[tag] = number
 
     def _lay_out(self) -> None:
-        """Build the layout from the marks."""
         last = self._here
         spans = [
             Span(STEP_TAG + stage, track, tuple(self._stages[stage]))

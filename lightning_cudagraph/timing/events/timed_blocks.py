@@ -98,7 +98,6 @@ class Timing:
         return start.elapsed_time(end)  # type: ignore[no-any-return]
 
     def read_ms(self) -> float:
-        """Wait for the end; return milliseconds."""
         try:
             self.events[1].synchronize()
             return self.elapsed_ms()
@@ -162,7 +161,6 @@ class Timings:
         return len(self._all)
 
     def clear(self) -> None:
-        """Forget all."""
         for timing in getattr(self, "_all", ()):
             timing.home = None
         self._all: list[Timing] = []
@@ -174,7 +172,6 @@ class Timings:
         return [timing for timing in self._all if not timing.is_left] if self.n_open else []
 
     def enter(self, timing: Timing) -> Timing:
-        """Add the timing of a block that is being entered."""
         timing.home = self
         self._all.append(timing)
         self.n_open += 1
@@ -192,7 +189,6 @@ class Timings:
         self.n_open -= 1
 
     def discard(self, timing: Timing) -> None:
-        """Forget a timing whose block has not been left."""
         timing.home = None
         self._all.remove(timing)
         self.n_open -= 1

@@ -194,7 +194,6 @@ class LayerMarks:
         self._at_node = _NONE
 
     def end_forward(self, output: Any) -> None:
-        """Note the end of the forward pass and the beginning of the backward pass."""
         self._turn_to(_NONE)
         # Calls of layers from here on are recomputation, and count for the backward pass.
         self._pass = BACKWARD_TAG

@@ -42,7 +42,6 @@ class Dashboard(ReadingWindow):
         self._can_draw = True
 
     def pause(self) -> None:
-        """Show the last window, if all of it is new."""
         if not (self.is_all_new and self._writer.is_shown):
             return
         summary = self._write_table()
@@ -51,7 +50,6 @@ class Dashboard(ReadingWindow):
             self._draw(summary)
 
     def close(self) -> None:
-        """Show the readings since the last window."""
         if not self._writer.is_shown:
             return
         if self.n_new:

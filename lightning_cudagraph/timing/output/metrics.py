@@ -76,12 +76,10 @@ class MetricsWriter(ReadingWindow):
         self._beside.update(values)
 
     def pause(self) -> None:
-        """Log the last window, if all of it is new."""
         if self.is_all_new:
             self._write()
 
     def close(self) -> None:
-        """Log the readings since the last window."""
         if self.n_new or self._beside:
             self._write()
 

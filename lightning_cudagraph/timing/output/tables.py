@@ -69,12 +69,10 @@ class Layer:
 
     @property
     def share(self) -> float:
-        """Share of both passes in the step."""
         return sum(times.share for times in (self.forward, self.backward) if times is not None)
 
     @property
     def own_name(self) -> str:
-        """The name without the parent's."""
         return self.name if self.parent is None else self.name[len(self.parent) + 1 :]
 
 

@@ -135,14 +135,12 @@ class TraceWriter(Sink):
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self._where()
 
     def add(self, reading: Reading) -> None:
         self._readings.append(reading)
 
     def close(self) -> None:
-        """Write the file; warn if that fails."""
         readings = list(self._readings)
         self._readings.clear()
         if not readings:

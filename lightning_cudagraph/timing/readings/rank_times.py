@@ -89,7 +89,6 @@ class RankTable:
     rows: tuple[RankRow, ...]
 
     def median_ms(self, part: str) -> float:
-        """The median over the processes."""
         return float(np.median([row.p50_ms(part) for row in self.rows]))
 
     @property
@@ -104,7 +103,6 @@ class RankTable:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The values of curves, by tag."""
         slowest_ms, fastest_ms = self.slowest.p50_ms("work"), self.fastest.p50_ms("work")
         waits_ms = [row.p50_ms("wait") for row in self.rows]
         return {

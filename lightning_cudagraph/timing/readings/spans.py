@@ -77,7 +77,6 @@ class SpanLayout:
 
     @cached_property
     def tags(self) -> tuple[str, ...]:
-        """The tags of the spans."""
         return tuple(span.tag for span in self.spans)
 
     @cached_property
@@ -123,5 +122,4 @@ class Reading:
 
     @property
     def durations_ms(self) -> NDArray[np.float64]:
-        """The times of the layout's spans, in milliseconds."""
         return self.layout.durations_ms(np.asarray(self.offsets_ms))

@@ -134,7 +134,6 @@ class WindowSummary:
 
     @cached_property
     def times(self) -> dict[str, Times]:
-        """The statistics of all spans, by tag."""
         if not self.n_readings:
             return {}
         times = column_times(self.durations_ms, self.step_ms)
@@ -208,9 +207,7 @@ class ReadingWindow(Sink):
 
     @property
     def is_all_new(self) -> bool:
-        """True if a whole window of readings is new."""
         return self.n_new >= (self._readings.maxlen or 0)
 
     def summary(self) -> WindowSummary:
-        """The statistics of the readings."""
         return WindowSummary(self._readings)

@@ -76,7 +76,6 @@ class StepLine(Sink):
             self._n_due = min(2 * self._n_due, _MOST_READINGS)
 
     def close(self) -> None:
-        """Show the rest."""
         if self._n_new:
             self._write()
 
@@ -110,7 +109,6 @@ class StepBand(Sink):
             self._write()
 
     def close(self) -> None:
-        """Show the band of the incomplete window, if it has readings."""
         if self._readings:
             self._write()
 

@@ -58,7 +58,6 @@ class LoggerWriter:
         self.attempt(lambda writer: self._write(writer, readings))
 
     def close(self) -> None:
-        """Restore the writer."""
         if self._records is not None:
             # Readings in its queue need the patched method.
             self._try(self._drain)

@@ -76,7 +76,6 @@ class TensorBoardWriter(Sink):
         self.flush()
 
     def flush(self) -> None:
-        """Write the readings since the last flush."""
         readings, self._readings = self._readings, []
         if not readings or not self._writers:
             return

@@ -58,7 +58,6 @@ class EagerTimes:
         patch_method(trainer.strategy, "batch_to_device", self._batch_to_device, self._patches)
 
     def batch_starts(self) -> None:
-        """Begin the marks of a training batch, if it is timed."""
         self._abandon()
         if not self._is_due(0):
             return
@@ -81,7 +80,6 @@ class EagerTimes:
             self._marks.forward_ended(loss)
 
     def backward_ended(self) -> None:
-        """Mark the end of a backward pass."""
         if self._marks is None or not self._is_recording:
             return
         self._marks.backward_ended()
@@ -89,7 +87,6 @@ class EagerTimes:
             self._marks.forward_began()  # until another stage is marked
 
     def batch_ended(self) -> None:
-        """Pass the marks of a training batch to the clock."""
         self._end_marks()
         marks, self._finished, self._marks = self._finished, None, None
         step = step_number(self._trainer)
@@ -160,7 +157,6 @@ class EagerTimes:
             self._finished, self._is_recording = self._marks, False
 
     def _abandon(self) -> None:
-        """Abandon a step that has not ended."""
         self._step.__exit__(GeneratorExit, GeneratorExit(), None)
         self._marks = self._finished = None
         self._is_recording = False

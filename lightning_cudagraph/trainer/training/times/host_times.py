@@ -64,7 +64,6 @@ class HostTimes(AbstractContextManager[None]):
         return sum(waited_s() for waited_s in self.waits)
 
     def begin(self) -> None:
-        """Begin a step, and end the one before it."""
         if self.is_on:
             self._end()
         self._count += 1
@@ -75,14 +74,12 @@ class HostTimes(AbstractContextManager[None]):
             self._last_s = perf_counter()
 
     def of(self, part: str) -> AbstractContextManager[None]:
-        """Context for a part of a step."""
         if not self.is_on:
             return _NOTHING
         self._part = part
         return self
 
     def of_hook(self, owner: object, name: str) -> AbstractContextManager[None]:
-        """Context for a hook."""
         return self.of(f"`{type(owner).__qualname__}.{name}`") if self.is_on else _NOTHING
 
     def __enter__(self) -> None:
