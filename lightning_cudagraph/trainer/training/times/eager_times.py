@@ -105,8 +105,7 @@ class EagerTimes:
 
     def finish(self, exception: BaseException | None = None) -> str:
         """Read the remaining events, and write the report; `exception` is what ended the run."""
-        ended = ended_by(self._trainer, exception)
-        return self._times.eager_report(self._untimed or {}, step_number(self._trainer), ended)
+        return self._times.eager_report(self._untimed or {}, ended_by(self._trainer, exception))
 
     def close(self) -> None:
         """Undo all patches, and write the remaining readings."""

@@ -210,23 +210,22 @@ class RunTimes:
         if table is not None and self._tensorboard.is_shown:
             self._tensorboard.add_text("cudagraph/ranks", ranks_text(table), table.rows[0].last_step)
 
-    def count(self, replayed: int, eager: int, step_number: int) -> None:
+    def count(self, replayed: int, eager: int) -> None:
         """Show how many steps were replayed so far, and how many ran eagerly, with the warm-up.
 
         Nothing is shown without timings: the event files are then those of a run without the callback.
         """
         if self._every_n_steps and (replayed, eager) != self._counted:
             self._counted = (replayed, eager)
-            self._tensorboard.add_scalars(
-                {f"{_COUNT_TAG}replayed": replayed, f"{_COUNT_TAG}eager": eager}, step_number
-            )
+            values = {f"{_COUNT_TAG}replayed": replayed, f"{_COUNT_TAG}eager": eager}
+            self._tensorboard.add_scalars(values, step_number(self._trainer))
 
-    def happened(self, text: str, step_number: int) -> None:
+    def happened(self, text: str) -> None:
         """Show an event of the graphs' life (a capture, an invalidation), as a sentence."""
-        self._tensorboard.add_event(text, step_number)
+        self._tensorboard.add_event(text, step_number(self._trainer))
 
     def finish(self, summary: RunSummary) -> RunSummary:
-        """Read the remaining events, and add the times to a summary.
+        """Read the remaining events, add the times to a summary, and show it as the report.
 
         If an exception has ended the run, no event is waited for.
         """
@@ -234,7 +233,7 @@ class RunTimes:
         graph, eager = self._dashboard.summary(), self.eager.summary()
         notes = [*(delay_notes(self._trainer) if self._every_n_steps else []), *self._notes()]
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
-        return replace(
+        summary = replace(
             summary,
             times=(
                 *time_lines(graph, eager, ranks, event_host_us),
@@ -244,12 +243,10 @@ class RunTimes:
             notes=(*summary.notes, *notes),
             tensorboard_dir=_tensorboard_dir(self._trainer),
         )
+        self._tensorboard.add_text("cudagraph/report", str(summary), step_number(self._trainer))
+        return summary
 
-    def show(self, report: str, step_number: int) -> None:
-        """Show the report in TensorBoard, at the last step as the trainer's loggers count it."""
-        self._tensorboard.add_text("cudagraph/report", report, step_number)
-
-    def eager_report(self, untimed: Mapping[str, str], step_number: int, ended: str = "") -> str:
+    def eager_report(self, untimed: Mapping[str, str], ended: str = "") -> str:
         """Read the remaining events, and write the report of a run without graphs.
 
         `untimed` are parts without times, in words, with the reason. If an exception has ended the run,
@@ -258,7 +255,7 @@ class RunTimes:
         ranks = self._finish(ended)
         notes = [*untimed_notes(untimed), *self._notes()]
         text = eager_report(self._dashboard.summary(), notes, ranks, ended)
-        self._tensorboard.add_text("layer_timings/report", text, step_number)
+        self._tensorboard.add_text("layer_timings/report", text, step_number(self._trainer))
         return text
 
     def _finish(self, ended: str) -> list[str]:
