@@ -26,7 +26,7 @@ def flat(**forward_ms: float) -> WindowSummary:
 def test_layers_are_a_tree() -> None:
     summary = WindowSummary(gpt_readings(n=5, n_blocks=2, with_members=True))
     layers = layers_of(summary)
-    assert [(layer.own_name, layer.depth) for layer in layers] == [
+    assert [(layer.own_name, len(layer.containers)) for layer in layers] == [
         ("embedding", 0),
         ("blocks", 0),
         ("0", 1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,14 +50,12 @@ class Layer:
 
     Attributes:
         name: as in `named_modules`.
-        parent: the innermost timed layer that contains it, by name.
-        depth: the number of timed layers that contain it.
+        containers: the timed layers that contain it, by name, from the outermost to the innermost.
         is_sum: most of its time is that of its members.
     """
 
     name: str
-    parent: str | None
-    depth: int
+    containers: tuple[str, ...]
     is_sum: bool
     forward: Times | None
     backward: Times | None
@@ -73,24 +71,13 @@ class Layer:
 
     @property
     def own_name(self) -> str:
-        return self.name if self.parent is None else self.name[len(self.parent) + 1 :]
+        return self.name.removeprefix(f"{self.containers[-1]}." if self.containers else "")
 
 
-def _parent(name: str, names: Collection[str]) -> str | None:
-    """The innermost of `names` that contains `name`."""
-    parent = name.rpartition(".")[0]
-    while parent and parent not in names:
-        parent = parent.rpartition(".")[0]
-    return parent or None
-
-
-def _mostly_members(times_ms: Mapping[str, float]) -> set[str]:
-    """The layers whose members take most of their time, which is shown at the members."""
-    inside_ms: dict[str, float] = {}
-    for name, time_ms in times_ms.items():
-        if (parent := _parent(name, times_ms)) is not None:
-            inside_ms[parent] = inside_ms.get(parent, 0.0) + time_ms
-    return {name for name, time_ms in inside_ms.items() if time_ms >= 0.5 * times_ms[name]}
+def _containers(name: str, names: Collection[str]) -> tuple[str, ...]:
+    """Those of `names` that contain `name`, from the outermost to the innermost."""
+    ends = (index for index, letter in enumerate(name) if letter == ".")
+    return tuple(name[:end] for end in ends if name[:end] in names)
 
 
 def layers_of(summary: WindowSummary) -> list[Layer]:
@@ -101,30 +88,23 @@ def layers_of(summary: WindowSummary) -> list[Layer]:
         for prefix in (FORWARD_TAG, BACKWARD_TAG)
         if tag.startswith(prefix) and tag in summary.times
     )
-    parents = {name: _parent(name, names) for name in names}
-    members: dict[str | None, list[str]] = {}
-    for name, parent in parents.items():
-        members.setdefault(parent, []).append(name)
+    lineages = {name: (*_containers(name, names), name) for name in names}
     passes = {
         name: (summary.get(FORWARD_TAG + name), summary.get(BACKWARD_TAG + name)) for name in names
     }
-    sums = _mostly_members({name: _median_ms(*times) for name, times in passes.items()})
-    layers: list[Layer] = []
-    # A stack instead of recursion: the depth of names has no bound.
-    waiting = [(name, 0) for name in reversed(members.get(None, []))]
-    while waiting:
-        name, depth = waiting.pop()
-        layers.append(
-            Layer(
-                name,
-                parents[name],
-                depth,
-                name in sums,
-                *passes[name],
-            )
+    inside_ms: dict[str, float] = {}
+    for *containers, name in lineages.values():
+        for container in containers[-1:]:
+            inside_ms[container] = inside_ms.get(container, 0.0) + _median_ms(*passes[name])
+    # Layers whose members take most of their time, which is shown at the members.
+    sums = {name for name, ms in inside_ms.items() if ms >= 0.5 * _median_ms(*passes[name])}
+    places = {name: place for place, name in enumerate(names)}
+    return [
+        Layer(name, tuple(containers), name in sums, *passes[name])
+        for *containers, name in sorted(
+            lineages.values(), key=lambda lineage: [places[name] for name in lineage]
         )
-        waiting += [(member, depth + 1) for member in reversed(members.get(name, []))]
-    return layers
+    ]
 
 
 def timed_steps(number: int) -> str:
@@ -178,15 +158,11 @@ def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
     layers = layers_of(summary)
     if not layers:
         return []
-    by_name = {layer.name: layer for layer in layers}
     shown: set[str] = set()
     # A container takes at least as long as its members, so it is sorted before them. If a member is also
     # called elsewhere that may not hold, but the container is shown all the same.
-    for layer in sorted(layers, key=lambda layer: (-layer.median_ms, layer.depth)):
-        lineage = [layer.name]
-        while (parent := by_name[lineage[-1]].parent) is not None:
-            lineage.append(parent)
-        missing = [name for name in lineage if name not in shown]
+    for layer in sorted(layers, key=lambda layer: (-layer.median_ms, len(layer.containers))):
+        missing = [name for name in (*layer.containers, layer.name) if name not in shown]
         if len(shown) + len(missing) <= max_layers:
             shown.update(missing)
     rows = [
@@ -203,7 +179,7 @@ def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
 
 
 def _layer_row(layer: Layer) -> tuple[str | float | None, ...]:
-    indent = "  " * min(layer.depth, 8)
+    indent = "  " * min(len(layer.containers), 8)
     passes = (layer.forward, layer.backward)
     times_ms = [(None, None) if times is None else (times.p50_ms, times.p95_ms) for times in passes]
     shares = [0.0 if times is None else times.share for times in passes]
@@ -215,8 +191,8 @@ def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
     """Layers whose members take longer than the layer itself, in one of the passes."""
     members: dict[str, list[str]] = {}
     for layer in layers:
-        if layer.parent is not None:
-            members.setdefault(layer.parent, []).append(layer.name)
+        for container in layer.containers[-1:]:
+            members.setdefault(container, []).append(layer.name)
     found = []
     for name, inside in members.items():
         for prefix in (FORWARD_TAG, BACKWARD_TAG):
@@ -233,14 +209,14 @@ def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
 def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
     """Sentences about the sums of the table, and about times that it contains twice."""
     lines = []
-    if any(layer.depth for layer in layers):
+    if any(layer.containers for layer in layers):
         text = "The time of an indented layer is contained in that of the one above it"
         if elsewhere := _called_elsewhere(summary, layers):
             more = ", ..." if len(elsewhere) > _NAMES_SHOWN else ""
             names = "`, `".join(elsewhere[:_NAMES_SHOWN])
             text += f"; but members of `{names}`{more} are called outside of it, too"
         lines.append(f"{text}.")
-    outermost = [layer.name for layer in layers if layer.parent is None]
+    outermost = [layer.name for layer in layers if not layer.containers]
     for part, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
         whole = summary.get(STEP_TAG + part)
         inside = summary.times_of(*(prefix + name for name in outermost))
