@@ -539,7 +539,7 @@ def test_names_that_trackers_allow() -> None:
         "layer_forward_ms/Blocks.0.mlp",
         "layer_forward_ms/ünïcode (1): x@y",
     ]
-    found = [names.of(tag) for tag in tags]
+    found = [names[tag] for tag in tags]
     assert found == [
         "step_ms/total",
         "layer_forward_ms/blocks_0_mlp",
@@ -547,7 +547,7 @@ def test_names_that_trackers_allow() -> None:
         "layer_forward_ms/Blocks_0_mlp_3",
         "layer_forward_ms/_n_code__1___x_y",
     ]
-    assert [names.of(tag) for tag in tags] == found
+    assert [names[tag] for tag in tags] == found
 
 
 def test_other_loggers_are_given_medians_in_pauses() -> None:

@@ -164,18 +164,15 @@ def _levels(model: nn.Module) -> Iterator[list[str]]:
 def _all_names(model: nn.Module) -> dict[str, nn.Module]:
     """The modules by all their names; a shared module has several."""
     found: dict[str, nn.Module] = {}
-    pending: list[tuple[str, nn.Module, frozenset[int]]] = [("", model, frozenset())]
-    while pending:
-        prefix, module, around = pending.pop()
-        if prefix:
-            found[prefix] = module
+
+    def walk(prefix: str, module: nn.Module, around: frozenset[int]) -> None:
         around |= {id(module)}
-        members = [
-            (f"{prefix}.{name}" if prefix else name, child, around)
-            for name, child in module._modules.items()
-            if child is not None and id(child) not in around  # a module may contain itself
-        ]
-        pending += reversed(members)
+        for name, child in module._modules.items():
+            if child is not None and id(child) not in around:  # a module may contain itself
+                found[prefix + name] = child
+                walk(f"{prefix}{name}.", child, around)
+
+    walk("", model, frozenset())
     return found
 
 

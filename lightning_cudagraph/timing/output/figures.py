@@ -162,15 +162,19 @@ def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | N
     slices = [one for one in slices_of(typical) if one.depth < len(_WHITE_BY_DEPTH)]
     if not slices:
         return None
-    places, track_places = _places(slices)
-    n_places = max(places.values()) + 1
-    figure, axes = _figure(1.05 + 0.16 * n_places)
+    # The line of the picture for each track, row and depth, and the lines of each track.
+    lines = sorted({(TRACKS.index(one.track), one.row, one.depth) for one in slices})
+    places = {(TRACKS[track], row, depth): place for place, (track, row, depth) in enumerate(lines)}
+    track_places: dict[Track, list[int]] = {}
+    for (track, _, _), place in places.items():
+        track_places.setdefault(track, []).append(place)
+    figure, axes = _figure(1.05 + 0.16 * len(places))
     total_ms = step_end(typical) / TICKS_PER_MS
     first_ms = min(min(one.begin for one in slices) / TICKS_PER_MS, 0.0)
     left_ms = max(first_ms, -_LONGEST_LEAD_STEPS * total_ms) if total_ms > 0 else first_ms
     margin_ms = 0.005 * (total_ms - left_ms)
     axes.set_xlim(left_ms - margin_ms, total_ms + margin_ms)
-    axes.set_ylim(n_places - 0.4, -0.6)
+    axes.set_ylim(len(places) - 0.4, -0.6)
     axes.set_yticks(
         [sum(rows) / len(rows) for rows in track_places.values()],
         [_track_label(summary, track) for track in track_places],
@@ -189,17 +193,6 @@ def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | N
     _entitle(axes, f"{shortened(model, _MODEL_WIDTH)}: one step", about)
     _draw(figure, axes, slices, places)
     return figure
-
-
-def _places(slices: list[Slice]) -> tuple[dict[tuple[Track, int, int], int], dict[Track, list[int]]]:
-    """The line of the picture for each track, row and depth, and the lines of each track."""
-    places: dict[tuple[Track, int, int], int] = {}
-    track_places: dict[Track, list[int]] = {}
-    for track in TRACKS:
-        for row, depth in sorted({(one.row, one.depth) for one in slices if one.track == track}):
-            track_places.setdefault(track, []).append(len(places))
-            places[track, row, depth] = len(places)
-    return places, track_places
 
 
 def _track_label(summary: WindowSummary, track: Track) -> str:

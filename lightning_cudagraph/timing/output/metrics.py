@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, count
 from time import monotonic
 from typing import Any
 
@@ -16,29 +17,19 @@ __all__ = ["MetricNames", "MetricsWriter"]
 _SECONDS_WITHOUT_PAUSE = 60.0
 
 
-class MetricNames:
-    """Names of spans in the characters that experiment trackers allow.
+class MetricNames(dict[str, str]):
+    """Names of spans, by tag, in the characters that experiment trackers allow.
 
     MLflow allows letters, digits, spaces and ``_/.-``. Weights & Biases sorts and filters only by names
     of letters, digits and ``_``, is not case-sensitive, and shows the part before a slash as a section.
     """
 
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-        self._taken: set[str] = set()
-
-    def of(self, tag: str) -> str:
-        """The unique name of a span, the same on each call."""
-        if (known := self._names.get(tag)) is not None:
-            return known
-        name = first = re.sub(r"[^a-zA-Z0-9_/]", "_", tag)
-        number = 1
-        while name.lower() in self._taken:
-            number += 1
-            name = f"{first}_{number}"
-        self._taken.add(name.lower())
-        self._names[tag] = name
-        return name
+    def __missing__(self, tag: str) -> str:
+        plain = re.sub(r"[^a-zA-Z0-9_/]", "_", tag)
+        taken = {name.lower() for name in self.values()}
+        numbered = (f"{plain}_{number}" for number in count(2))
+        self[tag] = next(name for name in chain([plain], numbered) if name.lower() not in taken)
+        return self[tag]
 
 
 class MetricsWriter(ReadingWindow):
@@ -90,11 +81,11 @@ class MetricsWriter(ReadingWindow):
             return
         summary = WindowSummary(list(self._readings)[len(self) - n_new :])
         values_ms = {
-            self._names.of(tag): times.p50_ms
+            self._names[tag]: times.p50_ms
             for tag, times in summary.times.items()
             if tag not in self._without_curve
         }
-        values_ms |= {self._names.of(tag): value for tag, value in self._beside.items()}
+        values_ms |= {self._names[tag]: value for tag, value in self._beside.items()}
         self._beside = {}
         step = self._step_now()
         self._loggers = [logger for logger in self._loggers if self._log(logger, values_ms, step)]

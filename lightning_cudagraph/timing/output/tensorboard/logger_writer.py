@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -17,12 +17,6 @@ from lightning_cudagraph.timing.output.tensorboard.records import Curves, Readin
 from lightning_cudagraph.timing.readings.spans import Reading
 
 __all__ = ["LoggerWriter", "innards"]
-
-
-class _Queued(NamedTuple):
-    """Readings in a writer's queue, between its records."""
-
-    readings: Sequence[Reading]
 
 
 class LoggerWriter:
@@ -89,7 +83,7 @@ class LoggerWriter:
         if (put := self._put_of(writer)) is None:
             self._write_values(writer, readings)
         else:
-            put(_Queued(readings))
+            put(list(readings))  # between the records of others
 
     def _put_of(self, writer: Any) -> Callable[[Any], None] | None:
         """The `put` of the writer's queue; None if the writer is built differently."""
@@ -105,11 +99,11 @@ class LoggerWriter:
             by_tensorboard = records.write
 
             def write(data: Any) -> None:
-                if type(data) is not _Queued:
+                if not isinstance(data, list):
                     by_tensorboard(data)
                     return
                 try:
-                    made = b"".join(self._made.of(data.readings))
+                    made = b"".join(self._made.of(data))
                 except Exception as error:  # our error must not end TensorBoard's thread
                     self._error = error
                     return
