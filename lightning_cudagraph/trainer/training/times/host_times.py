@@ -55,7 +55,7 @@ class HostTimes(AbstractContextManager[None]):
         self._step_s: dict[str, float] = defaultdict(float)  # of the step under way
         self._part = _OWN
         self._last_s = self._waited_before_s = 0.0
-        self._event = backend.event() if self._is_measured else None
+        self._event = backend.event()
         self._is_marked = False  # the end of a measured step, for the next launch
         self.is_on = False
         self.steps = self.launches = self.waiting = 0
@@ -101,7 +101,6 @@ class HostTimes(AbstractContextManager[None]):
     def look(self) -> None:
         """Look at the device, before a launch."""
         if self._is_marked:
-            assert self._event is not None
             self._is_marked = False
             self.launches += 1
             self.waiting += self._event.query()
@@ -115,7 +114,6 @@ class HostTimes(AbstractContextManager[None]):
         for part, time_s in self._step_s.items():
             self._total_s[part] += time_s
         self.steps += 1
-        assert self._event is not None
         self._backend.mark(self._event)  # behind the replay, and what hooks have launched
         self._is_marked = True
 
