@@ -69,8 +69,9 @@ def ranks_lines(table: RankTable) -> list[str]:
             " of waiting for one another"
         )
         return [text]
+    on_host = f" ({slowest.host})" if len({row.host for row in table.rows}) > 1 else ""
     text = (
-        f"rank {slowest.rank}{_on_host(table, slowest)} is slowest: {work_ms:.3f} ms of its own in a"
+        f"rank {slowest.rank}{on_host} is slowest: {work_ms:.3f} ms of its own in a"
         f" step of {step_ms:.3f} ms, {_others(table, 'work')}"
     )
     if slowest.p50_ms("wait") <= waits_ms[0]:
@@ -83,10 +84,6 @@ def _others(table: RankTable, part: str) -> str:
     if len(table.rows) == 2:
         return f"rank {table.fastest.rank} {table.fastest.p50_ms(part):.3f} ms"
     return f"median rank {table.median_ms(part):.3f} ms"
-
-
-def _on_host(table: RankTable, row: RankRow) -> str:
-    return f" ({row.host})" if len({other.host for other in table.rows}) > 1 else ""
 
 
 def _where(table: RankTable, slowest: RankRow) -> list[str]:

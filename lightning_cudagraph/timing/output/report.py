@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_cudagraph.timing.output.stages import StageSummary
-from lightning_cudagraph.timing.output.tables import Layer, layers_of, timed_steps
+from lightning_cudagraph.timing.output.tables import layers_of, timed_steps
 from lightning_cudagraph.timing.output.texts import shortened, table
 from lightning_cudagraph.timing.readings.spans import (
     BACKWARD_TAG,
@@ -191,7 +191,8 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary, which: str = "") 
     for layer in layers:
         times = [found.get(tag + layer.name) for found in summaries for tag in passes]
         times_ms = [None if one is None else one.p50_ms for one in times]
-        rows.append([shortened(layer.name, _NAME_WIDTH), *times_ms, _share(layer)])
+        bar = "#" * round(min(layer.share, 1.0) * _BAR_WIDTH)
+        rows.append([shortened(layer.name, _NAME_WIDTH), *times_ms, f"{layer.share:>5.0%} {bar}"])
     lines = table(rows, left=(0, len(rows[0]) - 1))
     if len(summaries) > 1:
         begin, end = (lines[0].index("forward ms", at) for at in (0, lines[0].index("backward ms")))
@@ -201,8 +202,3 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary, which: str = "") 
     steps = timed_steps(summary.n_readings)
     title = f"slowest layers, {which}median of {steps} (containers include their members)"
     return [title, *(f"  {line}" for line in lines)]
-
-
-def _share(layer: Layer) -> str:
-    bar = "#" * round(min(layer.share, 1.0) * _BAR_WIDTH)
-    return f"{layer.share:>5.0%} {bar}".rstrip()

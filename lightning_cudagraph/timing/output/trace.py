@@ -14,7 +14,7 @@ from typing import Any
 from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import STEP_TAG, Reading
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
-from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, Slice, slices_of, step_end
+from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, slices_of, step_end
 
 __all__ = ["TraceWriter", "trace_of", "write_trace"]
 
@@ -64,7 +64,8 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
         if counted_ms:
             add("C", "step ms", counted_ms, ts=ts)
         for one in slices_of(reading):
-            thread = base + _thread(one)
+            thread = base + _THREADS_PER_TRACK * (TRACKS.index(one.track) + 1)
+            thread += min(one.row, _THREADS_PER_TRACK - 1)
             row = f" ({one.row + 1})" if one.row else ""
             threads.setdefault(thread, _TRACK_NAMES[one.track] + row)
             ts, dur = (origin + one.begin) / _TICKS_PER_US, (one.end - one.begin) / _TICKS_PER_US
@@ -82,10 +83,6 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
         "displayTimeUnit": "ms",
         "otherData": {"rank": rank, "hostname": host},
     }
-
-
-def _thread(one: Slice) -> int:
-    return _THREADS_PER_TRACK * (TRACKS.index(one.track) + 1) + min(one.row, _THREADS_PER_TRACK - 1)
 
 
 def _origins(readings: Sequence[Reading]) -> list[int]:

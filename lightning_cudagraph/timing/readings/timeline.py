@@ -47,11 +47,6 @@ class Slice:
     end: int
 
 
-def _name(tag: str) -> str:
-    prefix = next((prefix for prefix in _PREFIXES if tag.startswith(prefix)), "")
-    return tag[len(prefix) :]
-
-
 def slices_of(reading: Reading) -> list[Slice]:
     """The slices of a step, track by track, without the whole step and its waits for all-reduces."""
     ticks = [round(offset_ms * TICKS_PER_MS) for offset_ms in reading.offsets_ms]
@@ -81,7 +76,9 @@ def _stacked(track: Track, calls: Iterable[tuple[int, int, str]]) -> list[Slice]
         else:
             row, open_ends = len(rows), []
             rows.append(open_ends)
-        slices.append(Slice(tag, _name(tag), track, row, len(open_ends), begin, end))
+        prefix = next((prefix for prefix in _PREFIXES if tag.startswith(prefix)), "")
+        name = tag.removeprefix(prefix)
+        slices.append(Slice(tag, name, track, row, len(open_ends), begin, end))
         open_ends.append(end)
     return slices
 

@@ -124,7 +124,10 @@ class RunTimes:
             trainer.loggers, window_steps, lambda: step_number(trainer), without_curve
         )
         model = type(module).__qualname__
-        self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
+        device = trainer.strategy.root_device
+        is_cuda = device.type == "cuda"
+        device_name = torch.cuda.get_device_name(device) if is_cuda else device.type.upper()
+        self._dashboard = Dashboard(self._tensorboard, window_steps, model, device_name)
         # Closed from the last to the first, so a sink that others write to comes before them.
         line = StepLine(self.pace, self._tensorboard.add_scalars)
         band = StepBand(window_steps, self._tensorboard.add_scalars)
@@ -290,11 +293,6 @@ class RunTimes:
         with ExitStack() as stack:  # closes both, even if one of them fails
             stack.callback(self.eager_clock.close)
             stack.callback(self.clock.close)
-
-
-def _device_name(trainer: pl.Trainer) -> str:
-    device = trainer.strategy.root_device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
 def _trace_file(trainer: pl.Trainer, store: Any) -> Callable[[], Path]:
