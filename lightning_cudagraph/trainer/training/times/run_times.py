@@ -130,8 +130,9 @@ class RunTimes:
         self._dashboard = Dashboard(self._tensorboard, window_steps, model, device_name)
         # Closed from the last to the first, so a sink that others write to comes before them.
         line = StepLine(self.pace, self._tensorboard.add_scalars)
-        band = StepBand(window_steps, self._tensorboard.add_scalars)
-        of_steps: list[Sink] = [others, self._dashboard, line, band]
+        of_steps: list[Sink] = [others, self._dashboard, line]
+        if self._tensorboard.is_shown:
+            of_steps.append(StepBand(window_steps, self._tensorboard.add_scalars))
         run = run if trainer.world_size > 1 and dist.is_initialized() else None
         store = None if run is None else own_store(f"times/{run.name}")
         self._trace: TraceWriter | None = None
