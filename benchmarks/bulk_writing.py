@@ -18,9 +18,10 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
-from lightning_cudagraph.timing.output.tensorboard.curves import curves_of
-from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords
+from lightning_cudagraph.timing.output.tensorboard.charts import StepBand
+from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords, curves_of
+from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
+from lightning_cudagraph.timing.readings.sinks import Sinks
 from lightning_cudagraph.timing.readings.spans import FORWARD_TAG, STEP_TAG, Reading, Span, SpanLayout
 
 __all__ = ["compare_writers", "measure"]
@@ -106,7 +107,8 @@ def measure(n_spans: int, n_readings: int = 2000) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         logger = TensorBoardLogger(folder)
         logger.log_metrics({"loss": 0.0}, 0)  # the logger's writer is there before the first step ends
-        writer = TensorBoardWriter([logger])
+        to_tensorboard = TensorBoardWriter([logger])
+        writer = Sinks([to_tensorboard, StepBand(200, to_tensorboard.add_scalars)])
         adds_us, busy_us = [], []
         loop_s = 0.0
         for nth, reading in enumerate(readings):

@@ -17,7 +17,7 @@ from lightning_cudagraph.capture.instances import CaptureInstance
 from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.device.backend import CudaBackend
 from lightning_cudagraph.device.emulator import EmulatedGraph, EmulatorBackend, HostEvent
-from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.trainer.training.times.run_times import RunTimes
 from tests.harness import Net, Trace, assert_same, loader, make, train

@@ -258,7 +258,7 @@ def test_when_each_begins_and_what_the_step_waits_for() -> None:
     offsets_ms = [0.0, 1.0, 2.0, 4.0, 6.0, 7.0, 9.5]
     begins_ms = found.begins_ms(offsets_ms)
     assert begins_ms == [1.0, 4.0, 7.0]
-    layout = SpanLayout(tuple(found.spans(7)), 7 + found.n_begins)
+    layout = SpanLayout(tuple(found.spans(7)), 7 + len(found.ends))
     reading = Reading(layout, 0, 0.0, offsets_ms + begins_ms)
     times_ms = dict(zip(layout.tags, reading.durations_ms.tolist(), strict=True))
     assert times_ms == {

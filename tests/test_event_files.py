@@ -24,11 +24,19 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import grpc_util
 
 from lightning_cudagraph.timing.output.metrics import MetricNames, MetricsWriter
-from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter, other_loggers_writer
-from lightning_cudagraph.timing.output.tensorboard.curves import behind, curves_of
+from lightning_cudagraph.timing.output.tensorboard.charts import StepBand
 from lightning_cudagraph.timing.output.tensorboard.logger_writer import LoggerWriter
-from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords, ScalarRecords, n_bytes
+from lightning_cudagraph.timing.output.tensorboard.records import (
+    ReadingRecords,
+    ScalarRecords,
+    behind,
+    curves_of,
+    n_bytes,
+)
+from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter, other_loggers_writer
+from lightning_cudagraph.timing.readings.sinks import Sinks
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 
 PARTS = ("forward", "backward", "clipping", "optimizer")
 
@@ -57,6 +65,11 @@ def readings_of(layout: SpanLayout, steps: range, seed: int = 0) -> list[Reading
     return [
         Reading(layout, step, 1.5e9 + step / 7, row) for step, row in zip(steps, offsets_ms, strict=True)
     ]
+
+
+def with_bands(writer: TensorBoardWriter, window_steps: int) -> Sinks:
+    """The writer beside the bands that it shows, as in a run."""
+    return Sinks([writer, WholeSteps([StepBand(window_steps, writer.add_scalars)])])
 
 
 def feed(writer: Any, readings: list[Reading]) -> None:
@@ -198,7 +211,7 @@ def test_a_writer_that_is_built_differently(tmp_path: Path) -> None:
             return plain
 
     plain = Plain()
-    writer = TensorBoardWriter([Other(tmp_path)])
+    writer = with_bands(TensorBoardWriter([Other(tmp_path)]), 200)
     readings = readings_of(layout_of("a"), range(70))
     for reading in readings:
         writer.add(reading)
@@ -284,7 +297,7 @@ def test_a_long_run_has_fewer_points_later(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("lightning_cudagraph.timing.output.tensorboard.writer._READINGS_PER_FLUSH", 64)
     logger = TensorBoardLogger(tmp_path)
     whole, part = layout_of("a", "b"), layout_of("a", "b", optimizer=False)
-    writer = TensorBoardWriter([logger], window_steps=500)
+    writer = with_bands(TensorBoardWriter([logger]), 500)
     readings = []
     for step in range(2000):
         readings += readings_of(part, range(step, step + 1), step)
@@ -411,12 +424,13 @@ def test_charts(tmp_path: Path) -> None:
     logger.experiment.add_custom_scalars({"mine": {"loss": ["Multiline", ["loss", "val_loss"]]}})
     layout = layout_of("stem", "head")
     for fit in range(2):
-        writer = TensorBoardWriter([logger], window_steps=50)
+        writer = TensorBoardWriter([logger])
+        sinks = with_bands(writer, 50)
         for reading in readings_of(layout, range(fit * 120, fit * 120 + 120), fit):
-            writer.add(reading)
+            sinks.add(reading)
         writer.add_scalars({"step_time_ms/replayed": 1.0, "step_time_ms/eager": 9.0}, fit * 120)
         writer.add_scalars({"step_count/replayed": 110.0}, fit * 120)  # has no chart there
-        writer.close()
+        sinks.close()
     logger.finalize("success")
     accumulator = accumulated(logger.log_dir)
     tags = accumulator.Tags()["scalars"]
@@ -436,7 +450,7 @@ def test_charts(tmp_path: Path) -> None:
 
 def test_bands_are_those_of_the_steps(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
-    writer = TensorBoardWriter([logger], window_steps=40)
+    writer = with_bands(TensorBoardWriter([logger]), 40)
     whole, part = layout_of("a"), layout_of("a", optimizer=False)
     readings = readings_of(whole, range(100))
     for reading in readings:
@@ -525,7 +539,7 @@ def test_names_that_trackers_allow() -> None:
         "layer_forward_ms/Blocks.0.mlp",
         "layer_forward_ms/ünïcode (1): x@y",
     ]
-    found = [names.of(tag) for tag in tags]
+    found = [names[tag] for tag in tags]
     assert found == [
         "step_ms/total",
         "layer_forward_ms/blocks_0_mlp",
@@ -533,7 +547,7 @@ def test_names_that_trackers_allow() -> None:
         "layer_forward_ms/Blocks_0_mlp_3",
         "layer_forward_ms/_n_code__1___x_y",
     ]
-    assert [names.of(tag) for tag in tags] == found
+    assert [names[tag] for tag in tags] == found
 
 
 def test_other_loggers_are_given_medians_in_pauses() -> None:

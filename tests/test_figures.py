@@ -301,7 +301,7 @@ def test_nobody_sees_it() -> None:
     dashboard.pause()
     dashboard.close()
     assert wall.shown == []
-    assert len(dashboard.window) == 1
+    assert len(dashboard) == 1
 
 
 def test_letters_that_the_font_lacks_are_no_warning() -> None:

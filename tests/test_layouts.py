@@ -6,28 +6,25 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_cudagraph.timing.events.clock import FitClock
-from lightning_cudagraph.timing.output.tensorboard.charts import StepBand
-from lightning_cudagraph.timing.output.tensorboard.curves import curves_of
-from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords, n_bytes
+from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords, curves_of, n_bytes
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
-from lightning_cudagraph.timing.readings.whole_steps import StepJoiner
+from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 
 
 def test_steps_that_are_all_different() -> None:
     backend: Any = SimpleNamespace(event_times=list)
     curves = curves_of()
-    clock, records, band = FitClock(backend, [], 1), ReadingRecords(curves), StepBand(10)
-    joiner = StepJoiner()
+    clock, records = FitClock(backend, [], 1), ReadingRecords(curves)
+    steps = WholeSteps([])
     for step in range(300):
         layout = SpanLayout((Span(f"step_ms/{step}", "forward", ((0, 1),)),), 2)
         layout = clock._layout_of(layout, False, 0)
         reading = Reading(layout, step, 0.0, [0.0, 1.0])
         for _ in range(2):
             assert len(records.of([reading])[0]) == n_bytes([reading], curves) > 0
-        band.add([reading])
-        joiner.add(Reading(layout, step, 0.0, [0.0, 1.0, -1.0], 0, False))
-        assert joiner.add(Reading(layout, step, 0.0, [0.0, 1.0, -1.0], 1, True)) is not None
-    prepared = (clock._layout_of, records._of_tags, band._stages, joiner._layout_of, curves)
+        steps.add(Reading(layout, step, 0.0, [0.0, 1.0, -1.0], 0, False))
+        assert steps.joined(Reading(layout, step, 0.0, [0.0, 1.0, -1.0], 1, True)) is not None
+    prepared = (clock._layout_of, records._of_tags, steps._layout_of, curves)
     for by_layout in prepared:
         info = by_layout.cache_info()
         assert info.misses == 300  # once for each

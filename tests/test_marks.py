@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.timing.layers.layers import Placement, left_out, select_layers, untimed_notes
-from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading
 from tests.harness import Net, Trace, assert_same, make, train
 

@@ -26,7 +26,7 @@ from lightning_cudagraph import (
     LayerTimingsMonitor,
 )
 from lightning_cudagraph.timing.events.marks import StepMarks
-from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter
+from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.spans import Reading
 from tests.harness import Net, assert_same, loader, make, train
 from tests.test_clock import events, steps

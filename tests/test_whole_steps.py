@@ -12,7 +12,7 @@ from lightning_cudagraph import CUDAGraphCallback, LayerTimings, LayerTimingsMon
 from lightning_cudagraph.timing.output.tables import parts_table
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.readings.timeline import slices_of
-from lightning_cudagraph.timing.readings.whole_steps import StepJoiner, WholeSteps
+from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.readings.windows import ReadingWindow
 from tests.harness import Net, loader, make, train
 from tests.perfetto import import_trace
@@ -46,8 +46,8 @@ def batches(step: int, n: int) -> list[Reading]:
 
 
 def joined(readings: list[Reading]) -> list[Reading]:
-    joiner = StepJoiner()
-    return [step for reading in readings if (step := joiner.add(reading)) is not None]
+    steps = WholeSteps([])
+    return [step for reading in readings if (step := steps.joined(reading)) is not None]
 
 
 def test_a_step_has_the_sum_of_its_batches() -> None:
@@ -117,12 +117,12 @@ def test_without_the_optimizer_a_step_is_its_passes() -> None:
 
 
 def test_batches_that_are_timed_apart() -> None:
-    joiner = StepJoiner(apart=True)
+    steps = WholeSteps([], apart=True)
     first, between, _, last = batches(3, 4)
     for reading in (last, between, last, batches(2, 4)[0]):
-        assert joiner.add(reading) is None
-    assert joiner.add(first) is None
-    step = joiner.add(last)
+        assert steps.joined(reading) is None
+    assert steps.joined(first) is None
+    step = steps.joined(last)
     assert step is not None
     assert step.durations_ms[step.layout.tags.index("step_ms/total")] == pytest.approx(15.0)
 

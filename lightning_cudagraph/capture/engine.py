@@ -298,8 +298,8 @@ class StepEngine(Generic[T]):
 
     def _warm_up(self, step: Step[T], signature: Signature) -> tuple[Phase, None]:
         if first := self._warm_ups.is_new(signature):
-            if not self.counts.variety and (why := self._run.signatures.begin(signature)):
-                self.counts.variety = why
+            if not self.counts.not_captured and (why := self._run.signatures.begin(signature)):
+                self.counts.not_captured = why
                 self._run.announce(f"There is no graph yet: {why}.")
             self._admission.begin_warm_up(signature)
         self._guards.watch()

@@ -47,7 +47,7 @@ class StepCounts:
         capture_ms: host time of all captures.
         memory_bytes: device memory of the graphs.
         recaptures: the reasons of invalidations, in order.
-        variety: the reason why nothing was captured, if batches have too many signatures.
+        not_captured: the reason why nothing was captured, if batches have too many signatures.
     """
 
     warmed_up: int = 0
@@ -59,7 +59,7 @@ class StepCounts:
     capture_ms: float = 0.0
     memory_bytes: int = 0
     recaptures: list[str] = field(default_factory=list)
-    variety: str = ""
+    not_captured: str = ""
 
     def note_eager(self, reason: str) -> None:
         """Count an eager step. Beyond a dozen reasons, new ones are counted together."""

@@ -117,7 +117,7 @@ class Admission(Generic[T]):
     @property
     def _are_many(self) -> bool:
         """True if many signatures have begun their warm-up, and none has come to its end."""
-        return self._first is None and bool(self._run.counts.variety)
+        return self._first is None and bool(self._run.counts.not_captured)
 
     def is_later(self, signature: Signature) -> bool:
         """True if other signatures have graphs, so that this one alone can be left without."""

@@ -21,15 +21,8 @@ __all__ = ["FitClock"]
 class _Unread(NamedTuple):
     """A timed step whose events have not been read yet.
 
-    Attributes:
-        lead_in: the events before the step.
-        step: its number as the trainer's loggers count it.
-        ended: an ordinary event after the step. An event in a graph cannot be queried before the first
-            replay has reached it.
-        owned: events to reuse once the step has been read.
-        batch: index of the micro-batch in its accumulation window.
-        is_last: the last micro-batch of the window.
-        waited_ms: the host's wait for other processes before the step.
+    The event `ended` comes after the step, and is an ordinary one: an event in a graph cannot be queried
+    before the first replay has reached it. The events in `owned` are reused once the step has been read.
     """
 
     marks: StepMarks
@@ -51,10 +44,10 @@ class FitClock:
 
     Args:
         every_n_steps: one in so many optimizer steps is timed, with all its micro-batches; 0 for none.
-        waited_s: the host's wait for other processes so far, in seconds.
+        waited_s: the host's wait for other processes so far.
 
     Attributes:
-        device_waits_s: the host's wait for the device so far, in seconds.
+        device_waits_s: the host's wait for the device so far.
     """
 
     def __init__(
@@ -107,12 +100,7 @@ class FitClock:
     ) -> None:
         """Note that a step has been launched, and read the steps that have ended.
 
-        Args:
-            marks: its events, or None if it was not timed.
-            step: its number as the trainer's loggers count it.
-            is_next_due: the next step is to be timed.
-            batch: index of the micro-batch in its accumulation window.
-            is_last: the last micro-batch of the window.
+        `marks` is None if it was not timed; `batch` is the index in the accumulation window.
         """
         while self._unread and self._unread[0].ended.query():
             self._read_first()
@@ -139,7 +127,6 @@ class FitClock:
         self._sinks.pause()
 
     def finish(self) -> None:
-        """Wait for the steps that are left, and read them."""
         while self._unread:
             self._await_first()
 

@@ -17,16 +17,11 @@ class Collectives:
 
     A collective on a stream of its own begins when its inputs are ready and the collective before it is
     done. The later of the two is known once the step has run. So its beginning has no event: it is
-    computed from two marks, and numbered after all events.
-
-    Attributes:
-        ends: end marks of the collectives on streams of their own.
-        n_begins: the number of these collectives.
+    computed from two marks, and numbered after all events. `ends` are of these alone.
     """
 
     def __init__(self) -> None:
         self.ends: list[int] = []
-        self.n_begins = 0
         # Name, ready and end mark of those on streams of their own, in the order of issue.
         self._overlapping: list[tuple[str, int, int]] = []
         self._waited_for: list[tuple[str, int, int]] = []
@@ -35,17 +30,10 @@ class Collectives:
         self._held: list[Any] = []
 
     def add(self, name: str, ready: int, end: int, tensors: Any) -> None:
-        """Add a collective that runs on a stream of its own.
-
-        Args:
-            ready: the mark on the step's stream at which its inputs are ready.
-            end: the mark after it.
-            tensors: its tensors, held until it is done.
-        """
+        """Add a collective on a stream of its own, whose inputs are there at the mark `ready`."""
         self._overlapping.append((name, ready, end))
         self._held.append(tensors)
         self.ends.append(end)
-        self.n_begins += 1
 
     def add_waited_for(self, name: str, begin: int, end: int) -> None:
         """Add a collective that runs between the kernels of the step."""
@@ -66,11 +54,7 @@ class Collectives:
         return begins_ms
 
     def spans(self, n_events: int) -> list[Span]:
-        """The spans of the collectives, in display order.
-
-        Args:
-            n_events: the number of events; the marks of `begins_ms` are numbered from there on.
-        """
+        """The spans in display order; the marks of `begins_ms` are numbered from `n_events` on."""
         calls: dict[str, list[tuple[int, int]]] = {}
         for number, (name, _, end) in enumerate(self._overlapping, n_events):
             calls.setdefault(name, []).append((number, end))

@@ -146,9 +146,8 @@ class StepMarks:
     def forward_ended(self, output: Any = None) -> None:
         """Mark the end of the forward pass, which is the beginning of the backward pass.
 
-        Args:
-            output: the tensors from which the backward pass begins. The backward passes of layers are
-                found without them, but not the end of the nodes between these tensors and the layers.
+        Without `output`, from which the backward pass begins, the backward passes of layers are found,
+        but not the end of the nodes between these tensors and the layers.
         """
         self._layers.end_forward(output)
         self._enter("backward")
@@ -169,14 +168,10 @@ class StepMarks:
 
     @property
     def start(self) -> Event:
-        """The first event."""
         return self._events[0]
 
     def read(self) -> list[float]:
-        """Read the times of the marks in the last replay, and wait for its end if need be.
-
-        Returns:
-            Milliseconds after the first mark, one for each of the layout's.
+        """Read the times of the marks in the last replay, in milliseconds after the first mark.
 
         Raises:
             CUDAGraphError: if there has been no replay, or if a capture is under way.
@@ -250,7 +245,6 @@ class StepMarks:
             self._open[tag] = number
 
     def _lay_out(self) -> None:
-        """Build the layout from the marks."""
         last = self._here
         spans = [
             Span(STEP_TAG + stage, track, tuple(self._stages[stage]))
@@ -268,7 +262,7 @@ class StepMarks:
         self.untimed = self._layers.untimed(frozenset(span.tag for span in spans))
         if not self._layers.backward_is_known:
             spans = [span for span in spans if not span.tag.startswith(BACKWARD_TAG)]
-        key = (tuple(spans), len(self._events) + self._collectives.n_begins)
+        key = (tuple(spans), len(self._events) + len(self._collectives.ends))
         self.layout = _layouts.setdefault(key, SpanLayout(*key))
 
 

@@ -1,7 +1,8 @@
 """Timed blocks of code, with two events each: context managers and decorators.
 
 In a capture the events are external ones, nodes of the graph: each replay sets their times, and the host
-can read them. Until CUDA is initialised, the host's clock replaces the events.
+can read them. Outside, torch treats these as ordinary ones (c10/cuda/CUDAEvent.h). A block does not
+initialise CUDA: until other code has done so, nothing runs on a GPU, and the host's clock is read.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from lightning_cudagraph.device.emulator import HostEvent
+from lightning_cudagraph.device.emulator import EmulatedGraph, HostEvent
 from lightning_cudagraph.errors import TimerError
-from lightning_cudagraph.timing.events.here import event_here, is_captured_here
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TimedBlock", "Timing", "Timings", "has_no_time", "name_of", "read_ms"]
+__all__ = ["TimedBlock", "Timing", "Timings", "has_no_time", "is_captured_here", "name_of", "read_ms"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,16 +41,25 @@ _NOT_BEGUN: tuple[type, ...] = (
 _OWN = "lightning_cudagraph.timing."
 
 
+def is_captured_here() -> bool:
+    """True if the calling thread issues into a capture."""
+    if EmulatedGraph.recording() is not None:
+        return True
+    # A query of the current stream, which includes autograd's threads and forked streams.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _event_here() -> Any:
+    if torch.cuda.is_initialized() and EmulatedGraph.recording() is None:
+        return torch.cuda.Event(enable_timing=True, external=True)
+    return HostEvent()
+
+
 class Timing:
     """One pass through a timed block: two events, and the line of the user's code that entered it.
 
-    Attributes:
-        context: the name that the user gave it.
-        captured: it is part of a graph.
-        events: start and end.
-        is_left: both events have been recorded.
-        home: the list that holds the timing.
-        is_told: the user has been warned that the block was never left.
+    A timing is `captured` if it is part of a graph, and `is_left` once both events have been recorded.
+    Its `home` is the list that holds it; `is_told` if a warning has said that the block was never left.
     """
 
     __slots__ = ("_code", "_line", "captured", "context", "events", "home", "is_left", "is_told")
@@ -58,7 +67,7 @@ class Timing:
     def __init__(self, context: Any = None) -> None:
         self.context = context
         self.captured = is_captured_here()
-        self.events = event_here(), event_here()
+        self.events = _event_here(), _event_here()
         self.home: Timings | None = None
         self.is_left = self.is_told = False
         frame: FrameType | None = sys._getframe(1)
@@ -89,7 +98,6 @@ class Timing:
         return start.elapsed_time(end)  # type: ignore[no-any-return]
 
     def read_ms(self) -> float:
-        """Wait for the end; return milliseconds."""
         try:
             self.events[1].synchronize()
             return self.elapsed_ms()
@@ -144,11 +152,7 @@ def read_ms(timings: Sequence[Timing], last: Timing) -> list[float]:
 
 
 class Timings:
-    """Timings that are read together, in the order in which their blocks were entered.
-
-    Attributes:
-        n_open: the number of blocks that have been entered and not left.
-    """
+    """Timings that are read together, in the order in which their blocks were entered."""
 
     def __init__(self) -> None:
         self.clear()
@@ -157,7 +161,6 @@ class Timings:
         return len(self._all)
 
     def clear(self) -> None:
-        """Forget all."""
         for timing in getattr(self, "_all", ()):
             timing.home = None
         self._all: list[Timing] = []
@@ -169,7 +172,6 @@ class Timings:
         return [timing for timing in self._all if not timing.is_left] if self.n_open else []
 
     def enter(self, timing: Timing) -> Timing:
-        """Add the timing of a block that is being entered."""
         timing.home = self
         self._all.append(timing)
         self.n_open += 1
@@ -187,7 +189,6 @@ class Timings:
         self.n_open -= 1
 
     def discard(self, timing: Timing) -> None:
-        """Forget a timing whose block has not been left."""
         timing.home = None
         self._all.remove(timing)
         self.n_open -= 1
@@ -213,11 +214,8 @@ class Timings:
 class TimedBlock:
     """A timed block: a context manager, which may be nested and used in any thread, and a decorator.
 
-    A copy, or a pickle of it when loaded, is a block that has not been entered.
-
-    Args:
-        owner: makes a `Timing`, or None, when the block is entered, and receives it when it is left.
-        context: the name of the block.
+    A copy, or a pickle of it when loaded, is a block that has not been entered. The owner makes a
+    `Timing`, or None, when the block is entered, and receives it when it is left.
     """
 
     def __init__(self, owner: Any, context: Any) -> None:

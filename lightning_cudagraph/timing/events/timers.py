@@ -9,12 +9,12 @@ import torch
 
 from lightning_cudagraph.device.emulator import EmulatedGraph
 from lightning_cudagraph.errors import TimerError
-from lightning_cudagraph.timing.events.here import is_captured_here
 from lightning_cudagraph.timing.events.timed_blocks import (
     TimedBlock,
     Timing,
     Timings,
     has_no_time,
+    is_captured_here,
     read_ms,
 )
 

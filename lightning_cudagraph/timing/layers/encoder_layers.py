@@ -20,14 +20,10 @@ __all__ = ["unseen_by_encoder_layers"]
 
 
 @contextmanager
-def unseen_by_encoder_layers(
-    is_ours: Callable[[Any], bool], unhooked: Callable[[nn.Module], None]
-) -> Iterator[None]:
-    """Hide our hooks from torch's encoder layers in evaluation mode.
+def unseen_by_encoder_layers(ours: type, unhooked: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Hide hooks of the class `ours` from torch's encoder layers in evaluation mode.
 
-    Args:
-        is_ours: tests a hook.
-        unhooked: called with each member whose hooks are hidden, which is therefore not timed.
+    Each member whose hooks are hidden, and which is therefore not timed, is passed to `unhooked`.
     """
     forward: Any = nn.TransformerEncoderLayer.forward
 
@@ -37,7 +33,7 @@ def unseen_by_encoder_layers(
         tables: list[Any] = [
             table for member in members for table in (member._forward_pre_hooks, member._forward_hooks)
         ]
-        if not all(is_ours(hook) for table in tables for hook in table.values()):
+        if not all(isinstance(hook, ours) for table in tables for hook in table.values()):
             return []
         for member in members[1:]:
             unhooked(member)

@@ -23,13 +23,10 @@ def _next_number() -> int:
 
 @dataclass(eq=False)
 class Call:
-    """A call of a layer.
+    """A call of a layer, and the range of the nodes that it makes, by sequence number.
 
-    Attributes:
-        layers: the layer, and the layers around it.
-        begins: sequence number of the first node that the call can make.
-        ends: sequence number of the first node after it; None while the call runs.
-        around: the enclosing call.
+    `layers` are the layer and those around it; `around` is the enclosing call. `ends` is None while the
+    call runs.
     """
 
     layers: Layers
@@ -44,11 +41,7 @@ class Call:
 
 
 class LayerCalls:
-    """The calls of one step, by thread.
-
-    Attributes:
-        stack: calls under way, the innermost last.
-    """
+    """The calls of one step, by thread; `stack` are those under way, the innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[Call] = []

@@ -41,10 +41,6 @@ _NOT_CALLED = "the step does not call it, or past its hooks only (`.forward()`, 
 _OF_PARAMETERS = 2**64 - 1
 
 
-def _engine() -> Any:
-    return torch.autograd.Variable._execution_engine
-
-
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
     """The tensors in a layer's output, found without a call of user code.
 
@@ -109,10 +105,6 @@ def _out_of_reach(layers: Mapping[str, nn.Module]) -> dict[str, str]:
     return found
 
 
-def _ignore(tags: frozenset[str]) -> None:
-    pass
-
-
 def _number(handle: RemovableHandle, number: int) -> None:
     """Give a hook a fixed id: Dynamo guards on ids of hooks, and would recompile in each timed step."""
     tables = [ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
@@ -143,17 +135,11 @@ class _Hook:
         return no_hook()
 
 
-def _is_ours(hook: Any) -> bool:
-    return isinstance(hook, _Hook)
-
-
 class LayerMarks:
     """Tracker of a step through its layers.
 
-    Args:
-        layers: the layers to time, by name.
-        turn_to: called at each change, with the tags of the layers' passes that the time from then on
-            belongs to.
+    At each change, `turn_to` is called with the tags of the layers' passes that the time from then on
+    belongs to.
     """
 
     def __init__(
@@ -180,15 +166,14 @@ class LayerMarks:
     def followed(self, captured: bool) -> Iterator[None]:
         """Context in which the layers have hooks.
 
-        Args:
-            captured: the step is captured. Then every node is watched. In an eager step, whose host time
-                counts, only nodes at which the layer changes are, if they run in the expected order.
+        In a capture every node is watched. In an eager step, whose host time counts, only nodes at which
+        the layer changes are, if they run in the expected order.
         """
         self._captured = captured
         with ExitStack() as stack:
             stack.callback(self._leave)
             stack.enter_context(self._recomputation.noticed())
-            stack.enter_context(unseen_by_encoder_layers(_is_ours, self._unhooked.add))
+            stack.enter_context(unseen_by_encoder_layers(_Hook, self._unhooked.add))
             for name, layer in self._layers.items():
                 if name not in self._out_of_reach:
                     for handle in self._hook(name, layer):
@@ -201,7 +186,7 @@ class LayerMarks:
         Without the callback, the events are freed at once, and not by Python's collector of cycles.
         """
         self._pass = None
-        self._tell = _ignore
+        self._tell = lambda tags: None
 
     def begin_forward(self) -> None:
         """Note the beginning of a forward pass; a step may have several."""
@@ -209,7 +194,6 @@ class LayerMarks:
         self._at_node = _NONE
 
     def end_forward(self, output: Any) -> None:
-        """Note the end of the forward pass and the beginning of the backward pass."""
         self._turn_to(_NONE)
         # Calls of layers from here on are recomputation, and count for the backward pass.
         self._pass = BACKWARD_TAG
@@ -326,10 +310,7 @@ class LayerMarks:
     def _watch(self, node: Any, thread: int, outside: Layers) -> None:
         """Have a node report its run, and then watch the nodes that run after it.
 
-        Args:
-            node: the node.
-            thread: the thread that made it.
-            outside: the layers to attribute it to if it was made outside of all layers' calls.
+        A node that `thread` made outside of all layers' calls is attributed to the layers `outside`.
         """
         number: int = node._sequence_nr()
         if number == _OF_PARAMETERS or (thread, number) in self._watched:
@@ -362,4 +343,5 @@ class LayerMarks:
             if self._pass == BACKWARD_TAG:
                 self._turn_to(self._here)
 
-        _engine().queue_callback(ended)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(ended)

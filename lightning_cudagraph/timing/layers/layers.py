@@ -87,15 +87,9 @@ class LayerTimings:
             self._check_strings(name, getattr(self, name), example)
             # A list could change, and is not hashable.
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.depth is not None:
-            self._check_whole("depth", 1)
-        for name, least in (
-            ("max_layers", 1),
-            ("every_n_steps", 1),
-            ("window_steps", 1),
-            ("trace_steps", 0),
-        ):
-            self._check_whole(name, least)
+        for name in ("depth", "max_layers", "every_n_steps", "window_steps", "trace_steps"):
+            if name != "depth" or self.depth is not None:
+                self._check_whole(name, least=int(name != "trace_steps"))
         if self.max_layers > _MOST_LAYERS:
             raise ConfigurationError(
                 f"`LayerTimings(max_layers={self.max_layers})`: expected at most {_MOST_LAYERS}, because"
@@ -127,22 +121,24 @@ class LayerTimings:
             )
 
 
+def _is_automatic(timings: LayerTimings) -> bool:
+    return not (timings.modules or timings.types or timings.depth is not None)
+
+
 def _is_a_layer(module: nn.Module) -> bool:
     """True for a module without parameters that is worth timing; metrics are modules too."""
     is_metric = any("torchmetrics" in base.__module__ for base in type(module).__mro__)
     return not isinstance(module, nn.Identity) and not is_metric
 
 
-def _has_forward(module: nn.Module) -> bool:
-    """True if the module can be called; some subclasses of `ModuleDict` can."""
-    return type(module).forward is not nn.Module.forward
-
-
 def _children(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     found = []
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(child):
+        if (
+            isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            and type(child).forward is nn.Module.forward  # some subclasses have their own
+        ):
             found += _children(path, child)  # these containers are never called themselves
         elif any(True for _ in child.parameters()) or _is_a_layer(child):
             found.append((path, child))
@@ -168,18 +164,15 @@ def _levels(model: nn.Module) -> Iterator[list[str]]:
 def _all_names(model: nn.Module) -> dict[str, nn.Module]:
     """The modules by all their names; a shared module has several."""
     found: dict[str, nn.Module] = {}
-    pending: list[tuple[str, nn.Module, frozenset[int]]] = [("", model, frozenset())]
-    while pending:
-        prefix, module, around = pending.pop()
-        if prefix:
-            found[prefix] = module
+
+    def walk(prefix: str, module: nn.Module, around: frozenset[int]) -> None:
         around |= {id(module)}
-        members = [
-            (f"{prefix}.{name}" if prefix else name, child, around)
-            for name, child in module._modules.items()
-            if child is not None and id(child) not in around  # a module may contain itself
-        ]
-        pending += reversed(members)
+        for name, child in module._modules.items():
+            if child is not None and id(child) not in around:  # a module may contain itself
+                found[prefix + name] = child
+                walk(f"{prefix}{name}.", child, around)
+
+    walk("", model, frozenset())
     return found
 
 
@@ -243,18 +236,12 @@ def _matched(model: nn.Module, timings: LayerTimings, named: dict[str, nn.Module
     return chosen
 
 
-def _chosen(model: nn.Module, max_layers: int) -> set[str]:
-    """The automatic choice: whole levels from the outside, as many as fit.
+def _levels_with_room(model: nn.Module, max_layers: int) -> tuple[set[str], list[str]]:
+    """The automatic choice: the layers of all whole levels that fit, and the next level, which does not.
 
     So the whole model is covered, and containers are listed with all of their members, which makes sums
     easy to check.
     """
-    chosen, beyond = _levels_with_room(model, max_layers)
-    return chosen or set(beyond[:max_layers])  # the outermost level is too wide: its first layers
-
-
-def _levels_with_room(model: nn.Module, max_layers: int) -> tuple[set[str], list[str]]:
-    """The layers of all whole levels that fit, and the next level, which does not."""
     chosen: set[str] = set()
     for level in _levels(model):
         if len(chosen) + len(level) > max_layers:
@@ -266,14 +253,13 @@ def _levels_with_room(model: nn.Module, max_layers: int) -> tuple[set[str], list
 def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Module]:
     """The modules to time, by name, in the order of `named_modules`.
 
-    A module with several names is timed once, under the first that was asked for.
-
-    Raises:
-        ConfigurationError: if a pattern or a type matches no module, or if they match too many.
+    A module with several names is timed once, under the first that was asked for. A pattern or type that
+    matches no module is an error, and so are too many layers.
     """
     named = _all_names(model)
-    if not (timings.modules or timings.types or timings.depth is not None):
-        chosen = _chosen(model, timings.max_layers)
+    if _is_automatic(timings):
+        chosen, beyond = _levels_with_room(model, timings.max_layers)
+        chosen = chosen or set(beyond[: timings.max_layers])  # the outermost level alone is too wide
     else:
         chosen = _matched(model, timings, named)
     by_module: dict[int, str] = {}
@@ -297,19 +283,16 @@ def without_curves(model: nn.Module, timings: LayerTimings) -> set[str]:
     Curves show its containers, and the layers of the model itself, level by level from the outside in.
     """
     named = select_layers(model, timings)
-    if timings.modules or timings.types or timings.depth is not None:
+    if not _is_automatic(timings):
         return set()
     shown: list[str] = []
     for level in _levels(model):
-        outer = [name for name in level if name in named and _is_outer(name, named[name])]
+        level = [name for name in level if name in named]
+        outer = [name for name in level if "." not in name or _children(name, named[name])]
         if shown and len(shown) + len(outer) > _MOST_CURVES:
             break
         shown += outer
     return set(named) - set(shown[:_MOST_CURVES])
-
-
-def _is_outer(name: str, module: nn.Module) -> bool:
-    return "." not in name or bool(_children(name, module))
 
 
 def layers_at(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
@@ -332,7 +315,7 @@ def left_out(model: nn.Module, timings: LayerTimings) -> dict[str, str]:
     because the next level is wide.
     """
     others = _other_names(model, timings)
-    if timings.modules or timings.types or timings.depth is not None:
+    if not _is_automatic(timings):
         return others
     chosen, beyond = _levels_with_room(model, timings.max_layers)
     if len(chosen) >= timings.max_layers * _FEW:
@@ -361,9 +344,7 @@ def _other_names(model: nn.Module, timings: LayerTimings) -> dict[str, str]:
 def never_timed(before: Mapping[str, str] | None, now: Mapping[str, str]) -> dict[str, str]:
     """Reasons for layers that no step so far has timed; steps may differ in the layers that they call.
 
-    Args:
-        before: untimed in all steps before; None if there are none.
-        now: untimed in this step.
+    `before` are those that were untimed in all steps before `now`; None if there are none.
     """
     return {what: why for what, why in now.items() if before is None or what in before}
 

@@ -13,30 +13,28 @@ from weakref import WeakKeyDictionary
 
 from torch.utils import checkpoint
 
+from lightning_cudagraph.timing.layers.layer_calls import Layers
+
 __all__ = ["Recomputation"]
 
 # Saved-tensor hooks of `torch.utils.checkpoint`: around a checkpointed region, and its recomputation.
 _HOOKS = ("_checkpoint_hook", "_recomputation_hook")
 
-_Layers = frozenset[str]
-
 
 class Recomputation:
-    """Tracker of non-reentrant checkpoints in one step.
+    """Tracker of non-reentrant checkpoints in one step, which is in calls of the layers `here`.
 
-    Args:
-        here: the layers in whose calls the step is.
-        moved: called when a recomputation begins or ends.
+    When a recomputation begins or ends, `moved` is called.
     """
 
-    def __init__(self, here: Callable[[], _Layers], moved: Callable[[], None]) -> None:
+    def __init__(self, here: Callable[[], Layers], moved: Callable[[], None]) -> None:
         self._here = here
         self._moved = moved
-        self._around: WeakKeyDictionary[Any, _Layers] = WeakKeyDictionary()
-        self._under_way: list[_Layers] = []
+        self._around: WeakKeyDictionary[Any, Layers] = WeakKeyDictionary()
+        self._under_way: list[Layers] = []
 
     @property
-    def layers(self) -> _Layers | None:
+    def layers(self) -> Layers | None:
         """The layers around the region that is being recomputed; None if there is none."""
         return self._under_way[-1] if self._under_way else None
 

@@ -5,35 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from time import monotonic
-from typing import Any, Protocol
 
 from lightning_cudagraph.timing.output.figures import layer_bars, step_timeline
 from lightning_cudagraph.timing.output.tables import window_text
-from lightning_cudagraph.timing.readings.sinks import Sink
-from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSummary
 
-__all__ = ["Dashboard", "Writer"]
+__all__ = ["Dashboard"]
 
 # To draw one takes some tenths of a second.
 _SECONDS_BETWEEN_PICTURES = 60.0
 
 
-class Writer(Protocol):
-    """Destination of texts and pictures."""
-
-    @property
-    def is_shown(self) -> bool:
-        """True if texts and pictures are written; otherwise they need not be made."""
-
-    def add_text(self, tag: str, text: str, step: int) -> None:
-        """Show a text in a fixed-width font."""
-
-    def add_figure(self, tag: str, figure: Any, step: int) -> None:
-        """Show a picture made by matplotlib."""
-
-
-class Dashboard(Sink):
+class Dashboard(ReadingWindow):
     """Table ``cudagraph/layers``, and pictures ``cudagraph/slowest_layers`` and ``cudagraph/timeline``.
 
     They are made in pauses, once a whole window of new readings is there (pictures once a minute at
@@ -42,30 +26,23 @@ class Dashboard(Sink):
 
     def __init__(
         self,
-        writer: Writer,
+        writer: TensorBoardWriter,
         window_readings: int,
         model: str,
         device: str,
         now_s: Callable[[], float] = monotonic,
     ) -> None:
+        super().__init__(window_readings)
         self._writer = writer
-        self._window_readings = window_readings
         self._model = model
         self._device = device
         self._now_s = now_s
-        self.window = ReadingWindow(window_readings)
-        self._n_unwritten = 0
         self._n_undrawn = 0
         self._drawn_at_s: float | None = None
         self._can_draw = True
 
-    def add(self, reading: Reading) -> None:
-        self.window.add(reading)
-        self._n_unwritten += 1
-
     def pause(self) -> None:
-        """Show the last window, if all of it is new."""
-        if self._n_unwritten < self._window_readings or not self._writer.is_shown:
+        if not (self.is_all_new and self._writer.is_shown):
             return
         summary = self._write_table()
         now_s = self._now_s()
@@ -73,18 +50,17 @@ class Dashboard(Sink):
             self._draw(summary)
 
     def close(self) -> None:
-        """Show the readings since the last window."""
         if not self._writer.is_shown:
             return
-        if self._n_unwritten:
+        if self.n_new:
             self._write_table()
         if self._n_undrawn:
-            self._draw(self.window.summary())
+            self._draw(self.summary())
 
     def _write_table(self) -> WindowSummary:
-        summary = self.window.summary()
-        self._n_undrawn += self._n_unwritten
-        self._n_unwritten = 0
+        summary = self.summary()
+        self._n_undrawn += self.n_new
+        self.n_new = 0
         self._writer.add_text("cudagraph/layers", window_text(summary), summary.last_step)
         return summary
 

@@ -109,34 +109,28 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
     # Said below: the ends of such whiskers look like others.
     cut = ", cut off" if farthest_ms < highest_ms else ""
     for track, shift in (("forward", -0.19), ("backward", 0.19)):
-        places: list[float] = []
-        medians_ms: list[float] = []
-        reach: list[tuple[float, float]] = []
-        for place, layer in enumerate(slowest):
-            times: Times | None = getattr(layer, track)
-            if times is None:
-                continue
-            places.append(place + shift)
-            medians_ms.append(times.p50_ms)
-            above_ms = max(min(times.p95_ms, farthest_ms) - times.p50_ms, 0.0)
-            reach.append((times.p50_ms - times.p05_ms, above_ms))
-        if not places:
+        bars: list[tuple[float, Times]] = [
+            (place + shift, times)
+            for place, layer in enumerate(slowest)
+            if (times := getattr(layer, track)) is not None
+        ]
+        if not bars:
             continue
-        colour = _COLOURS[track]  # type: ignore[index]
-        whiskers = {"ecolor": _INK, "elinewidth": 0.9, "capsize": 1.8, "capthick": 0.9}
+        below_ms = [times.p50_ms - times.p05_ms for _, times in bars]
+        above_ms = [max(min(times.p95_ms, farthest_ms) - times.p50_ms, 0.0) for _, times in bars]
         axes.barh(
-            places,
-            medians_ms,
+            [middle for middle, _ in bars],
+            [times.p50_ms for _, times in bars],
             height=0.34,
-            color=colour,
+            color=_COLOURS[track],  # type: ignore[index]
             label=track,
-            xerr=list(zip(*reach, strict=True)),
-            error_kw=whiskers,
+            xerr=[below_ms, above_ms],
+            error_kw={"ecolor": _INK, "elinewidth": 0.9, "capsize": 1.8, "capthick": 0.9},
         )
-        for middle, median_ms, (_, above_ms) in zip(places, medians_ms, reach, strict=True):
+        for (middle, times), whisker_ms in zip(bars, above_ms, strict=True):
             axes.annotate(
-                f"{median_ms:.3f}",
-                (median_ms + above_ms, middle),
+                f"{times.p50_ms:.3f}",
+                (times.p50_ms + whisker_ms, middle),
                 (3, 0),
                 textcoords="offset points",
                 va="center",
@@ -147,15 +141,9 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
     axes.set_yticks(range(len(slowest)), names, parse_math=False)  # a `$` is a letter
     axes.set_ylim(len(slowest) - 0.45, -0.55)
     axes.set_xlim(0, farthest_ms * 1.1 or 1.0)
-    axes.set_xlabel(
-        f"ms per step, whiskers p05 to p95{cut}",
-        fontsize=_FONT_POINTS,
-        color=_INK,
-    )
-    if len(slowest) < len(layers):
-        what = f"the {len(slowest)} slowest of {len(layers)} layers"
-    else:
-        what = "slowest layers"
+    axes.set_xlabel(f"ms per step, whiskers p05 to p95{cut}", fontsize=_FONT_POINTS, color=_INK)
+    is_cut = len(slowest) < len(layers)
+    what = f"the {len(slowest)} slowest of {len(layers)} layers" if is_cut else "slowest layers"
     _entitle(axes, f"{shortened(model, _MODEL_WIDTH)}: {what}", _about(summary, device))
     figure.legend(
         loc="outside lower center", ncols=2, fontsize=_FONT_POINTS, frameon=False, labelcolor=_INK
@@ -169,23 +157,24 @@ def _about(summary: WindowSummary, device: str) -> str:
 
 def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | None:
     """The step as a timeline of gap, copy, passes, layers and optimizer; None if no step was timed."""
-    typical = summary.typical()
-    slices = (
-        []
-        if typical is None
-        else [one for one in slices_of(typical) if one.depth < len(_WHITE_BY_DEPTH)]
-    )
-    if typical is None or not slices:
+    if (typical := summary.typical()) is None:
         return None
-    places, track_places = _places(slices)
-    n_places = max(places.values()) + 1
-    figure, axes = _figure(1.05 + 0.16 * n_places)
+    slices = [one for one in slices_of(typical) if one.depth < len(_WHITE_BY_DEPTH)]
+    if not slices:
+        return None
+    # The line of the picture for each track, row and depth, and the lines of each track.
+    lines = sorted({(TRACKS.index(one.track), one.row, one.depth) for one in slices})
+    places = {(TRACKS[track], row, depth): place for place, (track, row, depth) in enumerate(lines)}
+    track_places: dict[Track, list[int]] = {}
+    for (track, _, _), place in places.items():
+        track_places.setdefault(track, []).append(place)
+    figure, axes = _figure(1.05 + 0.16 * len(places))
     total_ms = step_end(typical) / TICKS_PER_MS
     first_ms = min(min(one.begin for one in slices) / TICKS_PER_MS, 0.0)
     left_ms = max(first_ms, -_LONGEST_LEAD_STEPS * total_ms) if total_ms > 0 else first_ms
     margin_ms = 0.005 * (total_ms - left_ms)
     axes.set_xlim(left_ms - margin_ms, total_ms + margin_ms)
-    axes.set_ylim(n_places - 0.4, -0.6)
+    axes.set_ylim(len(places) - 0.4, -0.6)
     axes.set_yticks(
         [sum(rows) / len(rows) for rows in track_places.values()],
         [_track_label(summary, track) for track in track_places],
@@ -204,17 +193,6 @@ def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | N
     _entitle(axes, f"{shortened(model, _MODEL_WIDTH)}: one step", about)
     _draw(figure, axes, slices, places)
     return figure
-
-
-def _places(slices: list[Slice]) -> tuple[dict[tuple[Track, int, int], int], dict[Track, list[int]]]:
-    """The line of the picture for each track, row and depth, and the lines of each track."""
-    places: dict[tuple[Track, int, int], int] = {}
-    track_places: dict[Track, list[int]] = {}
-    for track in TRACKS:
-        for row, depth in sorted({(one.row, one.depth) for one in slices if one.track == track}):
-            track_places.setdefault(track, []).append(len(places))
-            places[track, row, depth] = len(places)
-    return places, track_places
 
 
 def _track_label(summary: WindowSummary, track: Track) -> str:

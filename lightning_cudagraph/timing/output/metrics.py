@@ -4,53 +4,35 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, count
 from time import monotonic
-from typing import Protocol
+from typing import Any
 
-from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import Reading
-from lightning_cudagraph.timing.readings.windows import WindowSummary
+from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSummary
 
-__all__ = ["MetricNames", "MetricsWriter", "TakesMetrics"]
+__all__ = ["MetricNames", "MetricsWriter"]
 
 _SECONDS_WITHOUT_PAUSE = 60.0
 
 
-class TakesMetrics(Protocol):
-    """Logger interface that is used here."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Log the metrics of a step."""
-
-
-class MetricNames:
-    """Names of spans in the characters that experiment trackers allow.
+class MetricNames(dict[str, str]):
+    """Names of spans, by tag, in the characters that experiment trackers allow.
 
     MLflow allows letters, digits, spaces and ``_/.-``. Weights & Biases sorts and filters only by names
     of letters, digits and ``_``, is not case-sensitive, and shows the part before a slash as a section.
     """
 
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-        self._taken: set[str] = set()
-
-    def of(self, tag: str) -> str:
-        """The unique name of a span, the same on each call."""
-        if (known := self._names.get(tag)) is not None:
-            return known
-        name = first = re.sub(r"[^a-zA-Z0-9_/]", "_", tag)
-        number = 1
-        while name.lower() in self._taken:
-            number += 1
-            name = f"{first}_{number}"
-        self._taken.add(name.lower())
-        self._names[tag] = name
-        return name
+    def __missing__(self, tag: str) -> str:
+        plain = re.sub(r"[^a-zA-Z0-9_/]", "_", tag)
+        taken = {name.lower() for name in self.values()}
+        numbered = (f"{plain}_{number}" for number in count(2))
+        self[tag] = next(name for name in chain([plain], numbered) if name.lower() not in taken)
+        return self[tag]
 
 
-class MetricsWriter(Sink):
+class MetricsWriter(ReadingWindow):
     """Sink that logs the medians of a window: few numbers, because loggers may send them over a network.
 
     It logs in pauses, off the critical path, and without pauses once a minute at most. It logs the last
@@ -59,31 +41,25 @@ class MetricsWriter(Sink):
 
     def __init__(
         self,
-        loggers: Sequence[TakesMetrics],
+        loggers: Sequence[Any],
         window_steps: int,
         step_now: Callable[[], int],
         without_curve: frozenset[str] = frozenset(),
         now_s: Callable[[], float] = monotonic,
     ) -> None:
+        super().__init__(window_steps)
         self._loggers = list(loggers)
-        self._window_steps = window_steps
         self._step_now = step_now
         self._without_curve = without_curve
         self._now_s = now_s
         self._names = MetricNames()
-        self._readings: deque[Reading] = deque(maxlen=window_steps)
-        self._n_new = 0
         # Values for the next window that do not come from readings.
         self._beside: dict[str, float] = {}
         self._written_at_s = now_s()
 
     def add(self, reading: Reading) -> None:
-        self._readings.append(reading)
-        self._n_new += 1
-        if (
-            self._n_new >= self._window_steps
-            and self._now_s() - self._written_at_s >= _SECONDS_WITHOUT_PAUSE
-        ):
+        super().add(reading)
+        if self.is_all_new and self._now_s() - self._written_at_s >= _SECONDS_WITHOUT_PAUSE:
             self._write()
 
     def add_beside(self, values: Mapping[str, float]) -> None:
@@ -91,32 +67,30 @@ class MetricsWriter(Sink):
         self._beside.update(values)
 
     def pause(self) -> None:
-        """Log the last window, if all of it is new."""
-        if self._n_new >= self._window_steps:
+        if self.is_all_new:
             self._write()
 
     def close(self) -> None:
-        """Log the readings since the last window."""
-        if self._n_new or self._beside:
+        if self.n_new or self._beside:
             self._write()
 
     def _write(self) -> None:
         self._written_at_s = self._now_s()
-        n_new, self._n_new = min(self._n_new, len(self._readings)), 0
+        n_new, self.n_new = min(self.n_new, len(self)), 0
         if not self._loggers:
             return
-        summary = WindowSummary(list(self._readings)[len(self._readings) - n_new :])
+        summary = WindowSummary(list(self._readings)[len(self) - n_new :])
         values_ms = {
-            self._names.of(tag): times.p50_ms
+            self._names[tag]: times.p50_ms
             for tag, times in summary.times.items()
             if tag not in self._without_curve
         }
-        values_ms |= {self._names.of(tag): value for tag, value in self._beside.items()}
+        values_ms |= {self._names[tag]: value for tag, value in self._beside.items()}
         self._beside = {}
         step = self._step_now()
         self._loggers = [logger for logger in self._loggers if self._log(logger, values_ms, step)]
 
-    def _log(self, logger: TakesMetrics, values_ms: dict[str, float], step: int) -> bool:
+    def _log(self, logger: Any, values_ms: dict[str, float], step: int) -> bool:
         """Log the values; False, with a warning, if the logger raised."""
         try:
             logger.log_metrics(dict(values_ms), step=step)

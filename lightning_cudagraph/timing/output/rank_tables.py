@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lightning_cudagraph.timing.output.tables import timed_steps
 from lightning_cudagraph.timing.output.texts import table
 from lightning_cudagraph.timing.readings.rank_times import RankRow, RankTable
@@ -32,21 +30,17 @@ def ranks_text(ranks: RankTable) -> str:
     if len(rows) > _MOST_ROWS:
         shown = rows[: _MOST_ROWS - _FASTEST_SHOWN] + rows[-_FASTEST_SHOWN:]
     columns = [part for part in _COLUMNS if any(part in row.parts for row in rows)]
-    with_hosts = len({row.host for row in rows}) > 1
-    above: list[str | float] = [
-        "",
-        *([""] if with_hosts else []),
-        "work",
-        "",
-        "",
-        "wait",
-        "step",
-        *[""] * len(columns),
+    hosts = ["host"] if len({row.host for row in rows}) > 1 else []
+    lines: list[list[str | float]] = [
+        ["", *[""] * len(hosts), "work", "", "", "wait", "step", *[""] * len(columns)],
+        ["rank", *hosts, "p50 ms", "p95 ms", "mean ms", "p50 ms", "p50 ms", *columns],
     ]
-    names = [*["p50 ms", "p95 ms", "mean ms"], *["p50 ms"] * 2, *columns]
-    lines: list[list[str | float]] = [above, ["rank", *(["host"] if with_hosts else []), *names]]
-    lines += [_line(row, columns, with_hosts) for row in shown]
-    text = table(lines, left=(1,) if with_hosts else ())
+    for row in shown:
+        work = row.parts["work"]
+        medians_ms = [row.p50_ms(part) for part in ("wait", "step", *columns)]
+        host = [row.host] if hosts else []
+        lines.append([str(row.rank), *host, work.p50_ms, work.p95_ms, work.mean_ms, *medians_ms])
+    text = table(lines, left=(1,) if hosts else ())
     if len(shown) < len(rows):
         text.insert(2 + _MOST_ROWS - _FASTEST_SHOWN, f"... and {len(rows) - len(shown)} more")
     first, last = rows[0].first_step, max(row.last_step for row in rows)
@@ -63,13 +57,6 @@ def ranks_text(ranks: RankTable) -> str:
     )
 
 
-def _line(row: RankRow, columns: Sequence[str], with_host: bool) -> list[str | float]:
-    work = row.parts["work"]
-    numbers = [work.p50_ms, work.p95_ms, work.mean_ms, row.p50_ms("wait"), row.p50_ms("step")]
-    numbers += [row.p50_ms(part) for part in columns]
-    return [str(row.rank), *([row.host] if with_host else []), *numbers]
-
-
 def ranks_lines(table: RankTable) -> list[str]:
     """Sentences that name the process that the others wait for, and the part in which it loses time."""
     slowest, fastest = table.slowest, table.fastest
@@ -82,8 +69,9 @@ def ranks_lines(table: RankTable) -> list[str]:
             " of waiting for one another"
         )
         return [text]
+    on_host = f" ({slowest.host})" if len({row.host for row in table.rows}) > 1 else ""
     text = (
-        f"rank {slowest.rank}{_on_host(table, slowest)} is slowest: {work_ms:.3f} ms of its own in a"
+        f"rank {slowest.rank}{on_host} is slowest: {work_ms:.3f} ms of its own in a"
         f" step of {step_ms:.3f} ms, {_others(table, 'work')}"
     )
     if slowest.p50_ms("wait") <= waits_ms[0]:
@@ -96,10 +84,6 @@ def _others(table: RankTable, part: str) -> str:
     if len(table.rows) == 2:
         return f"rank {table.fastest.rank} {table.fastest.p50_ms(part):.3f} ms"
     return f"median rank {table.median_ms(part):.3f} ms"
-
-
-def _on_host(table: RankTable, row: RankRow) -> str:
-    return f" ({row.host})" if len({other.host for other in table.rows}) > 1 else ""
 
 
 def _where(table: RankTable, slowest: RankRow) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_cudagraph.timing.output.stages import StageSummary
-from lightning_cudagraph.timing.output.tables import Layer, layers_of, timed_steps
+from lightning_cudagraph.timing.output.tables import layers_of, timed_steps
 from lightning_cudagraph.timing.output.texts import shortened, table
 from lightning_cudagraph.timing.readings.spans import (
     BACKWARD_TAG,
@@ -93,11 +93,8 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
 
 def ended_lines(ended: str) -> list[str]:
     """Name the exception that ended a run; no line without one."""
-    return (
-        [f"  ended     by {ended}; what had not been read of the last times is left out"]
-        if ended
-        else []
-    )
+    text = "what had not been read of the last times is left out"
+    return [f"  ended     by {ended}; {text}"] if ended else []
 
 
 def note_lines(notes: Sequence[str]) -> list[str]:
@@ -111,13 +108,9 @@ def time_lines(
     ranks: Sequence[str] = (),
     event_host_us: float = 0.0,
 ) -> list[str]:
-    """Format the times of the parts of a step, of the gap between steps, and of several processes.
+    """Format the parts of a step: in replays, in eager steps of the warm-up, and in all processes.
 
-    Args:
-        graph: the times inside the last replays.
-        eager: the times inside the eager steps of the warm-up, if they were timed.
-        ranks: lines on several processes.
-        event_host_us: host time of one event per step in microseconds, if every step is timed.
+    With every step timed, `event_host_us` is the host time of one event per step.
     """
     lines = _parts_line("graph", graph)
     lines += [f"{line}; {_WATCHED}" for line in _parts_line("warm-up", eager)]
@@ -134,11 +127,7 @@ def eager_report(
 ) -> str:
     """The report of a run without graphs, as plain text with aligned columns.
 
-    Args:
-        times: the times of its last steps.
-        notes: notes for the user.
-        ranks: lines on several processes.
-        ended: the exception that ended the run, and after which step; empty without one.
+    `ended` names the exception that ended the run; it is empty without one.
     """
     lines = ["lightning_cudagraph: the times of an eager run", *ended_lines(ended)]
     lines += _parts_line("step", times)
@@ -202,7 +191,8 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary, which: str = "") 
     for layer in layers:
         times = [found.get(tag + layer.name) for found in summaries for tag in passes]
         times_ms = [None if one is None else one.p50_ms for one in times]
-        rows.append([shortened(layer.name, _NAME_WIDTH), *times_ms, _share(layer)])
+        bar = "#" * round(min(layer.share, 1.0) * _BAR_WIDTH)
+        rows.append([shortened(layer.name, _NAME_WIDTH), *times_ms, f"{layer.share:>5.0%} {bar}"])
     lines = table(rows, left=(0, len(rows[0]) - 1))
     if len(summaries) > 1:
         begin, end = (lines[0].index("forward ms", at) for at in (0, lines[0].index("backward ms")))
@@ -212,8 +202,3 @@ def _layer_lines(summary: WindowSummary, eager: WindowSummary, which: str = "") 
     steps = timed_steps(summary.n_readings)
     title = f"slowest layers, {which}median of {steps} (containers include their members)"
     return [title, *(f"  {line}" for line in lines)]
-
-
-def _share(layer: Layer) -> str:
-    bar = "#" * round(min(layer.share, 1.0) * _BAR_WIDTH)
-    return f"{layer.share:>5.0%} {bar}".rstrip()

@@ -55,30 +55,16 @@ class StageSummary:
     def of(
         cls, counts: StepCounts, checked: int, pace: StepTime | None = None, remedy: str = ""
     ) -> StageSummary:
-        """A snapshot of the numbers.
-
-        Args:
-            counts: the counts of the run's steps.
-            checked: number of verified replays.
-            pace: the step times; None if they were not measured.
-            remedy: what to do about batches of many signatures.
-        """
+        """A snapshot of the numbers. Without a pace, step times were not measured."""
+        counted = vars(counts) | {"eager": dict(counts.eager), "recaptures": tuple(counts.recaptures)}
+        pace = pace or StepTime()
         return cls(
-            warmed_up=counts.warmed_up,
-            replayed=counts.replayed,
-            eager=dict(counts.eager),
-            eager_by_signature=counts.eager_by_signature,
+            **counted,
             remedy=remedy,
-            captures=counts.captures,
-            evictions=counts.evictions,
-            recaptures=tuple(counts.recaptures),
-            not_captured=counts.variety,
-            capture_ms=counts.capture_ms,
-            memory_bytes=counts.memory_bytes,
             checked=checked,
-            replay_ms=None if pace is None else pace.replayed_ms,
-            plain_ms=None if pace is None else pace.plain_ms,
-            plain_steps=0 if pace is None else pace.plain_steps,
+            replay_ms=pace.replayed_ms,
+            plain_ms=pace.plain_ms,
+            plain_steps=pace.plain_steps,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,6 @@ __all__ = [
     "Layer",
     "layer_table",
     "layers_of",
-    "mostly_members",
     "parts_table",
     "timed_steps",
     "window_text",
@@ -51,26 +50,15 @@ class Layer:
 
     Attributes:
         name: as in `named_modules`.
-        parent: the innermost timed layer that contains it, by name.
-        depth: the number of timed layers that contain it.
-        has_members: it contains other timed layers.
+        containers: the timed layers that contain it, by name, from the outermost to the innermost.
         is_sum: most of its time is that of its members.
-        forward: times of the forward pass; None if it has none.
-        backward: times of the backward pass; None if it has none.
     """
 
     name: str
-    parent: str | None
-    depth: int
-    has_members: bool
+    containers: tuple[str, ...]
     is_sum: bool
     forward: Times | None
     backward: Times | None
-
-    @property
-    def mean_ms(self) -> float:
-        """Milliseconds of both passes."""
-        return sum(times.mean_ms for times in (self.forward, self.backward) if times is not None)
 
     @property
     def median_ms(self) -> float:
@@ -79,30 +67,17 @@ class Layer:
 
     @property
     def share(self) -> float:
-        """Share of both passes in the step."""
         return sum(times.share for times in (self.forward, self.backward) if times is not None)
 
     @property
     def own_name(self) -> str:
-        """The name without the parent's."""
-        return self.name if self.parent is None else self.name[len(self.parent) + 1 :]
+        return self.name.removeprefix(f"{self.containers[-1]}." if self.containers else "")
 
 
-def _parent(name: str, names: Collection[str]) -> str | None:
-    """The innermost of `names` that contains `name`."""
-    parent = name.rpartition(".")[0]
-    while parent and parent not in names:
-        parent = parent.rpartition(".")[0]
-    return parent or None
-
-
-def mostly_members(times_ms: Mapping[str, float]) -> set[str]:
-    """The layers whose members take most of their time, which is shown at the members."""
-    inside_ms: dict[str, float] = {}
-    for name, time_ms in times_ms.items():
-        if (parent := _parent(name, times_ms)) is not None:
-            inside_ms[parent] = inside_ms.get(parent, 0.0) + time_ms
-    return {name for name, time_ms in inside_ms.items() if time_ms >= 0.5 * times_ms[name]}
+def _containers(name: str, names: Collection[str]) -> tuple[str, ...]:
+    """Those of `names` that contain `name`, from the outermost to the innermost."""
+    ends = (index for index, letter in enumerate(name) if letter == ".")
+    return tuple(name[:end] for end in ends if name[:end] in names)
 
 
 def layers_of(summary: WindowSummary) -> list[Layer]:
@@ -113,40 +88,28 @@ def layers_of(summary: WindowSummary) -> list[Layer]:
         for prefix in (FORWARD_TAG, BACKWARD_TAG)
         if tag.startswith(prefix) and tag in summary.times
     )
-    parents = {name: _parent(name, names) for name in names}
-    members: dict[str | None, list[str]] = {}
-    for name, parent in parents.items():
-        members.setdefault(parent, []).append(name)
+    lineages = {name: (*_containers(name, names), name) for name in names}
     passes = {
         name: (summary.get(FORWARD_TAG + name), summary.get(BACKWARD_TAG + name)) for name in names
     }
-    sums = mostly_members({name: _median_ms(*times) for name, times in passes.items()})
-    layers: list[Layer] = []
-    # A stack instead of recursion: the depth of names has no bound.
-    waiting = [(name, 0) for name in reversed(members.get(None, []))]
-    while waiting:
-        name, depth = waiting.pop()
-        layers.append(
-            Layer(
-                name,
-                parents[name],
-                depth,
-                name in members,
-                name in sums,
-                *passes[name],
-            )
+    inside_ms: dict[str, float] = {}
+    for *containers, name in lineages.values():
+        for container in containers[-1:]:
+            inside_ms[container] = inside_ms.get(container, 0.0) + _median_ms(*passes[name])
+    # Layers whose members take most of their time, which is shown at the members.
+    sums = {name for name, ms in inside_ms.items() if ms >= 0.5 * _median_ms(*passes[name])}
+    places = {name: place for place, name in enumerate(names)}
+    return [
+        Layer(name, tuple(containers), name in sums, *passes[name])
+        for *containers, name in sorted(
+            lineages.values(), key=lambda lineage: [places[name] for name in lineage]
         )
-        waiting += [(member, depth + 1) for member in reversed(members.get(name, []))]
-    return layers
+    ]
 
 
 def timed_steps(number: int) -> str:
     """A number of timed steps, in words."""
     return f"{number} timed step" + ("" if number == 1 else "s")
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
 
 
 def _bar(forward: float, backward: float) -> str:
@@ -162,24 +125,20 @@ def parts_table(summary: WindowSummary) -> list[str]:
 
     Shares are ratios of medians: to the step, but for gap and copy to the time from step to step.
     """
-    rows = [
-        (f"  {part}", times)
-        for part in STEP_PARTS
-        if (times := summary.get(STEP_TAG + part)) is not None
-    ]
-    if not rows or summary.step is None:
-        return []
     step = summary.step
+    if step is None:
+        return []
     lines: list[tuple[str | float, ...]] = [
         ("step", "p05 ms", "p50 ms", "p95 ms", "max ms", "mean ms", "share", "")
     ]
 
     def add(name: str, times: Times, note: str = "", share: str | None = None) -> None:
         numbers = (times.p05_ms, times.p50_ms, times.p95_ms, times.max_ms, times.mean_ms)
-        lines.append((name, *numbers, share or _percent(times.share), note))
+        lines.append((name, *numbers, share or f"{times.share:.1%}", note))
 
-    for name, times in rows:
-        add(name, times, _bar(times.share, 0.0))
+    for part in STEP_PARTS:
+        if (times := summary.get(STEP_TAG + part)) is not None:
+            add(f"  {part}", times, _bar(times.share, 0.0))
     add("  whole", step)
     for part, what in _BESIDE.items():
         if (times := summary.get(STEP_TAG + part)) is None:
@@ -194,22 +153,16 @@ def parts_table(summary: WindowSummary) -> list[str]:
 def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
     """Lines with the layers as a tree, and their times; none if no layer was timed.
 
-    Args:
-        summary: the times.
-        max_layers: the most layers that are shown; of more, the slowest and their containers.
+    Of more than `max_layers`, the slowest and their containers are shown.
     """
     layers = layers_of(summary)
     if not layers:
         return []
-    by_name = {layer.name: layer for layer in layers}
     shown: set[str] = set()
     # A container takes at least as long as its members, so it is sorted before them. If a member is also
     # called elsewhere that may not hold, but the container is shown all the same.
-    for layer in sorted(layers, key=lambda layer: (-layer.median_ms, layer.depth)):
-        lineage = [layer.name]
-        while (parent := by_name[lineage[-1]].parent) is not None:
-            lineage.append(parent)
-        missing = [name for name in lineage if name not in shown]
+    for layer in sorted(layers, key=lambda layer: (-layer.median_ms, len(layer.containers))):
+        missing = [name for name in (*layer.containers, layer.name) if name not in shown]
         if len(shown) + len(missing) <= max_layers:
             shown.update(missing)
     rows = [
@@ -226,20 +179,20 @@ def layer_table(summary: WindowSummary, max_layers: int = 40) -> list[str]:
 
 
 def _layer_row(layer: Layer) -> tuple[str | float | None, ...]:
-    indent = "  " * min(layer.depth, 8)
+    indent = "  " * min(len(layer.containers), 8)
     passes = (layer.forward, layer.backward)
     times_ms = [(None, None) if times is None else (times.p50_ms, times.p95_ms) for times in passes]
     shares = [0.0 if times is None else times.share for times in passes]
     name = indent + shortened(layer.own_name, max(_NAME_WIDTH - len(indent), 12))
-    return name, *times_ms[0], *times_ms[1], _percent(layer.share), _bar(*shares)
+    return name, *times_ms[0], *times_ms[1], f"{layer.share:.1%}", _bar(*shares)
 
 
 def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
     """Layers whose members take longer than the layer itself, in one of the passes."""
     members: dict[str, list[str]] = {}
     for layer in layers:
-        if layer.parent is not None:
-            members.setdefault(layer.parent, []).append(layer.name)
+        for container in layer.containers[-1:]:
+            members.setdefault(container, []).append(layer.name)
     found = []
     for name, inside in members.items():
         for prefix in (FORWARD_TAG, BACKWARD_TAG):
@@ -256,14 +209,14 @@ def _called_elsewhere(summary: WindowSummary, layers: list[Layer]) -> list[str]:
 def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
     """Sentences about the sums of the table, and about times that it contains twice."""
     lines = []
-    if any(layer.has_members for layer in layers):
+    if any(layer.containers for layer in layers):
         text = "The time of an indented layer is contained in that of the one above it"
         if elsewhere := _called_elsewhere(summary, layers):
             more = ", ..." if len(elsewhere) > _NAMES_SHOWN else ""
             names = "`, `".join(elsewhere[:_NAMES_SHOWN])
             text += f"; but members of `{names}`{more} are called outside of it, too"
         lines.append(f"{text}.")
-    outermost = [layer.name for layer in layers if layer.parent is None]
+    outermost = [layer.name for layer in layers if not layer.containers]
     for part, prefix in (("forward", FORWARD_TAG), ("backward", BACKWARD_TAG)):
         whole = summary.get(STEP_TAG + part)
         inside = summary.times_of(*(prefix + name for name in outermost))
@@ -284,14 +237,7 @@ def window_text(summary: WindowSummary, max_layers: int = 40) -> str:
     if not summary.n_readings:
         return "No step was timed."
     steps = f"{summary.first_step} to {summary.last_step}"
-    parts = parts_table(summary)
-    layers = layer_table(summary, max_layers)
-    return "\n".join(
-        [
-            f"{timed_steps(summary.n_readings)}, {steps}",
-            *([""] if parts else []),
-            *parts,
-            *([""] if layers else []),
-            *layers,
-        ]
-    )
+    lines = [f"{timed_steps(summary.n_readings)}, {steps}"]
+    for text in (parts_table(summary), layer_table(summary, max_layers)):
+        lines += ["", *text] if text else []
+    return "\n".join(lines)

@@ -15,12 +15,6 @@ def places(text: str) -> int:
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def _padded(text: str, width: int, to_the_right: bool = False) -> str:
-    """A text padded with blanks to `width` places."""
-    blanks = " " * (width - places(text))
-    return blanks + text if to_the_right else text + blanks
-
-
 def shortened(name: str, width: int) -> str:
     """A name in at most `width` places; a longer one loses its middle."""
     if places(name) <= width:
@@ -45,21 +39,17 @@ def _first(characters: Iterable[str], width: int) -> str:
 
 
 def table(rows: Sequence[Sequence[str | float | None]], left: Sequence[int]) -> list[str]:
-    """Lines of a table with aligned columns.
+    """Lines of a table with aligned columns, those with the numbers `left` to the left.
 
-    Args:
-        rows: rows of equal length; a cell is a text, milliseconds, or None if it was not timed.
-        left: columns that are aligned to the left, and not to the right.
+    A cell is a text, milliseconds, or None if it was not timed.
     """
-    texts = [[_cell(cell) for cell in row] for row in rows]
-    widths = [max(map(places, column)) for column in zip(*texts, strict=True)]
-    return [
-        "  ".join(
-            _padded(cell, width, to_the_right=index not in left)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in texts
-    ]
+    columns = [[_cell(cell) for cell in column] for column in zip(*rows, strict=True)]
+    for index, column in enumerate(columns):
+        width = max(map(places, column))
+        blanks = [" " * (width - places(cell)) for cell in column]
+        sides = (column, blanks) if index in left else (blanks, column)
+        columns[index] = list(map("".join, zip(*sides, strict=True)))
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def _cell(value: str | float | None) -> str:

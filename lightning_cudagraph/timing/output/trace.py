@@ -14,7 +14,7 @@ from typing import Any
 from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import STEP_TAG, Reading
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
-from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, Slice, slices_of, step_end
+from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, slices_of, step_end
 
 __all__ = ["TraceWriter", "trace_of", "write_trace"]
 
@@ -38,77 +38,51 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
     """A trace as a JSON object, in the format of Chrome's trace viewer.
 
     Consecutive steps are placed by the gaps between them, others by the time at which they were read.
-    Times are in microseconds. Two slices of one thread are nested or disjoint.
-
-    Args:
-        readings: in the order of their steps.
-        title: of the process that is shown.
-        rank: distinguishes traces of several processes that are opened together.
+    Times are in microseconds. Two slices of one thread are nested or disjoint. The rank distinguishes
+    traces of several processes that are opened together.
     """
     base = rank * _THREADS_PER_RANK
     # A process has the number of its first thread, as in Linux; 0 would be the idle process.
     process = steps_thread = base + _STEPS_THREAD
-    events: list[dict[str, Any]] = []
     threads: dict[int, str] = {steps_thread: "steps"}
-    origins = _origins(readings)
-    for reading, origin in zip(readings, origins, strict=True):
+    events: list[dict[str, Any]] = []
+
+    def add(kind: str, name: str, args: Any, thread: int = steps_thread, **more: Any) -> None:
+        events.append({"ph": kind, "name": name, "pid": process, "tid": thread, "args": args} | more)
+
+    for reading, origin in zip(readings, _origins(readings), strict=True):
         times_ms = dict(zip(reading.layout.tags, reading.durations_ms.tolist(), strict=True))
         parts_ms = {
             tag.removeprefix(STEP_TAG): round(value_ms, 4)
             for tag, value_ms in times_ms.items()
             if tag.startswith(STEP_TAG)
         }
-        whole = {"pid": process, "tid": steps_thread, "ts": origin / _TICKS_PER_US}
-        events.append(
-            whole
-            | {"ph": "X", "name": f"step {reading.step}", "cat": "step"}
-            | {"dur": step_end(reading) / _TICKS_PER_US, "args": {"step": reading.step, "ms": parts_ms}}
-        )
+        ts, dur = origin / _TICKS_PER_US, step_end(reading) / _TICKS_PER_US
+        about = {"step": reading.step, "ms": parts_ms}
+        add("X", f"step {reading.step}", about, cat="step", ts=ts, dur=dur)
         counted_ms = {part: parts_ms[part] for part in ("total", "gap") if part in parts_ms}
         if counted_ms:
-            events.append(whole | {"ph": "C", "name": "step ms", "args": counted_ms})
+            add("C", "step ms", counted_ms, ts=ts)
         for one in slices_of(reading):
-            thread = base + _thread(one)
-            threads.setdefault(
-                thread, _TRACK_NAMES[one.track] + (f" ({one.row + 1})" if one.row else "")
-            )
-            events.append(
-                {
-                    "ph": "X",
-                    "name": one.name,
-                    "cat": one.track,
-                    "pid": process,
-                    "tid": thread,
-                    "ts": (origin + one.begin) / _TICKS_PER_US,
-                    "dur": (one.end - one.begin) / _TICKS_PER_US,
-                    "args": {"step": reading.step, "all calls ms": round(times_ms[one.tag], 4)},
-                }
-            )
+            thread = base + _THREADS_PER_TRACK * (TRACKS.index(one.track) + 1)
+            thread += min(one.row, _THREADS_PER_TRACK - 1)
+            row = f" ({one.row + 1})" if one.row else ""
+            threads.setdefault(thread, _TRACK_NAMES[one.track] + row)
+            ts, dur = (origin + one.begin) / _TICKS_PER_US, (one.end - one.begin) / _TICKS_PER_US
+            about = {"step": reading.step, "all calls ms": round(times_ms[one.tag], 4)}
+            add("X", one.name, about, thread, cat=one.track, ts=ts, dur=dur)
     host = socket.gethostname()
-    about = [
-        ("process_name", {"name": title}),
-        ("process_labels", {"labels": host}),
-        ("process_sort_index", {"sort_index": rank}),
-    ]
-    named: list[dict[str, Any]] = [
-        {"ph": "M", "name": name, "pid": process, "tid": steps_thread, "args": args}
-        for name, args in about
-    ]
-    for thread, thread_name in sorted(threads.items()):
-        for name, args in (
-            ("thread_name", {"name": thread_name}),
-            ("thread_sort_index", {"sort_index": thread}),
-        ):
-            named.append({"ph": "M", "name": name, "pid": process, "tid": thread, "args": args})
+    add("M", "process_name", {"name": title})
+    add("M", "process_labels", {"labels": host})
+    add("M", "process_sort_index", {"sort_index": rank})
+    for thread, name in sorted(threads.items()):
+        add("M", "thread_name", {"name": name}, thread)
+        add("M", "thread_sort_index", {"sort_index": thread}, thread)
     return {
-        "traceEvents": named + events,
+        "traceEvents": sorted(events, key=lambda event: event["ph"] != "M"),
         "displayTimeUnit": "ms",
         "otherData": {"rank": rank, "hostname": host},
     }
-
-
-def _thread(one: Slice) -> int:
-    return _THREADS_PER_TRACK * (TRACKS.index(one.track) + 1) + min(one.row, _THREADS_PER_TRACK - 1)
 
 
 def _origins(readings: Sequence[Reading]) -> list[int]:
@@ -116,15 +90,13 @@ def _origins(readings: Sequence[Reading]) -> list[int]:
     origins: list[int] = []
     previous: Reading | None = None
     for reading in readings:
-        lead_ticks = -min((round(ms * TICKS_PER_MS) for ms in reading.offsets_ms), default=0)
-        if previous is None:
-            origins.append(lead_ticks)
-        else:
-            origin = origins[-1] + step_end(previous) + lead_ticks
+        origin = -min((round(ms * TICKS_PER_MS) for ms in reading.offsets_ms), default=0)
+        if previous is not None:
+            origin += origins[-1] + step_end(previous)
             if GAP_TAG not in reading.layout.tags or reading.step - previous.step > 1:
                 apart_ticks = round((reading.walltime_s - previous.walltime_s) * 1000 * TICKS_PER_MS)
                 origin = max(origin, origins[-1] + apart_ticks)
-            origins.append(origin)
+        origins.append(origin)
         previous = reading
     return origins
 
@@ -132,11 +104,7 @@ def _origins(readings: Sequence[Reading]) -> list[int]:
 def write_trace(
     path: str | Path, readings: Sequence[Reading], title: str = "CUDA graph", rank: int = 0
 ) -> None:
-    """Write a trace file atomically: an existing file is replaced once the new one is complete.
-
-    Raises:
-        OSError: if it cannot be written. No partial file is left.
-    """
+    """Write a trace file atomically: whole, or not at all if it cannot be written."""
     path = Path(path)
     text = json.dumps(trace_of(readings, title, rank), separators=(",", ":"))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -151,9 +119,7 @@ def write_trace(
 class TraceWriter(Sink):
     """Sink that keeps the last timed steps, and writes them as a trace file at the end.
 
-    Args:
-        where: the path, asked for when the file is written; its folder is created.
-        n_readings: the most steps in the file.
+    The path is asked for when the file is written; its folder is created.
     """
 
     def __init__(
@@ -166,14 +132,12 @@ class TraceWriter(Sink):
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self._where()
 
     def add(self, reading: Reading) -> None:
         self._readings.append(reading)
 
     def close(self) -> None:
-        """Write the file; warn if that fails."""
         readings = list(self._readings)
         self._readings.clear()
         if not readings:

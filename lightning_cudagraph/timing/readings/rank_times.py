@@ -32,27 +32,12 @@ from lightning_cudagraph.timing.readings.spans import (
 )
 from lightning_cudagraph.timing.readings.windows import Times, WindowSummary, column_times
 
-__all__ = [
-    "PARTS",
-    "RankRow",
-    "RankTable",
-    "RankTimes",
-    "SharedRun",
-    "part_times",
-]
+__all__ = ["RankRow", "RankTable", "RankTimes", "SharedRun", "part_times"]
 
 # The parts of steps that processes exchange. The first three are computed from the others.
-PARTS = (
-    "step",
-    "work",
-    "wait",
-    "forward",
-    "backward",
-    "host",
-    "optimizer",
-    "gap",
-    "copy",
-    "all_reduce",
+_PARTS = (
+    *("step", "work", "wait"),
+    *("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce"),
 )
 _OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
 # The parts that tile the time from the end of a step to the end of the next.
@@ -66,11 +51,9 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True)
 class SharedRun:
-    """A run of several processes.
+    """A run of several processes, with a name that is the same in all of them and unique among runs.
 
-    Attributes:
-        name: the same in all processes, and unique among their runs.
-        waited_s: the total wait of this process's host for others before its steps, in seconds.
+    `waited_s` returns the total wait of this process's host for others before its steps.
     """
 
     name: str
@@ -81,16 +64,10 @@ class SharedRun:
 class RankRow:
     """The steps of one process in a window.
 
-    Attributes:
-        rank: of the process.
-        host: its machine.
-        first_step: as the trainer's loggers count.
-        last_step: likewise.
-        n_steps: the number of timed optimizer steps.
-        parts: times by name, of `PARTS` those that the steps have. ``step`` is the time from the end of
-            a step to the end of the next, ``wait`` its part in which the process only waits for others,
-            in collectives or before the launch, and ``work`` the rest: the time that it would take
-            alone. ``backward`` is without waits for all-reduces, and ``gap`` without those for a launch.
+    The times in `parts` are by name, those that the steps have. ``step`` is the time from the
+    end of a step to the end of the next, ``wait`` its part in which the process only waits for others,
+    in collectives or before the launch, and ``work`` the rest: the time that it would take alone.
+    ``backward`` is without waits for all-reduces, and ``gap`` without those for a launch.
     """
 
     rank: int
@@ -112,7 +89,6 @@ class RankTable:
     rows: tuple[RankRow, ...]
 
     def median_ms(self, part: str) -> float:
-        """The median over the processes."""
         return float(np.median([row.p50_ms(part) for row in self.rows]))
 
     @property
@@ -127,28 +103,26 @@ class RankTable:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The values of curves, by tag."""
-        slowest, fastest = self.slowest, self.fastest
-        work_ms = [row.p50_ms("work") for row in (fastest, slowest)]
+        slowest_ms, fastest_ms = self.slowest.p50_ms("work"), self.fastest.p50_ms("work")
         waits_ms = [row.p50_ms("wait") for row in self.rows]
         return {
             f"{RANKS_TAG}step": self.median_ms("step"),
-            f"{RANKS_TAG}work_slowest": work_ms[1],
+            f"{RANKS_TAG}work_slowest": slowest_ms,
             f"{RANKS_TAG}work_median": self.median_ms("work"),
-            f"{RANKS_TAG}work_fastest": work_ms[0],
-            f"{RANKS_TAG}work_spread": work_ms[1] - work_ms[0],
+            f"{RANKS_TAG}work_fastest": fastest_ms,
+            f"{RANKS_TAG}work_spread": slowest_ms - fastest_ms,
             f"{RANKS_TAG}wait_least": min(waits_ms),
             f"{RANKS_TAG}wait_most": max(waits_ms),
-            "ranks/slowest": float(slowest.rank),
+            "ranks/slowest": float(self.slowest.rank),
         }
 
 
 def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
-    """The times of steps by part, of `PARTS` those that the steps have."""
+    """The times of steps by part, of `_PARTS` those that the steps have."""
     summary = WindowSummary(readings)
-    parts_ms = {part: summary.series_ms(STEP_TAG + part) for part in PARTS}
+    parts_ms = {part: summary.series_ms(STEP_TAG + part) for part in _PARTS}
     parts_ms["optimizer"] = summary.series_ms(*(STEP_TAG + part for part in _OF_OPTIMIZER))
-    known = {*(STEP_TAG + part for part in (*PARTS, *_OF_OPTIMIZER)), EXPOSED_TAG, TOTAL_TAG}
+    known = {*(STEP_TAG + part for part in (*_PARTS, *_OF_OPTIMIZER)), EXPOSED_TAG, TOTAL_TAG}
     # Other collectives, for which the step waits from beginning to end.
     others = [tag for tag in summary.tags if tag.startswith(STEP_TAG) and tag not in known]
     exposed_ms = np.nan_to_num(summary.series_ms(EXPOSED_TAG))
@@ -162,26 +136,17 @@ def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
     parts_ms |= {"step": step_ms, "work": step_ms - wait_ms, "wait": wait_ms}
     parts_ms["backward"] = parts_ms["backward"] - exposed_ms
     parts_ms["gap"] = parts_ms["gap"] - before_ms
-    columns = column_times(np.stack([parts_ms[part] for part in PARTS], axis=1), step_ms)
-    return {part: times for part, times in zip(PARTS, columns, strict=True) if times is not None}
+    columns = column_times(np.stack([parts_ms[part] for part in _PARTS], axis=1), step_ms)
+    return {part: times for part, times in zip(_PARTS, columns, strict=True) if times is not None}
 
 
 class RankTimes(Sink):
     """Sink that summarises this process's steps by window, and in rank 0 tabulates all processes.
 
-    A window is a range of step numbers, so it is the same in all processes. Windows are exchanged in
-    pauses, through a store and not by a collective: a process that fails, or pauses alone, does not
-    block the others.
-
-    Args:
-        store: a `torch.distributed.Store`, of this run alone.
-        rank: of this process.
-        size: the number of processes.
-        window_steps: the number of steps of a window.
-        on_table: called in rank 0 for each window that all have sent.
-
-    Attributes:
-        trouble: the reason why times of other processes are missing; empty if there is none.
+    A window is a range of `window_steps` step numbers, so it is the same in all processes. Windows are
+    exchanged in pauses, through a `torch.distributed.Store` of this run alone and not by a collective: a
+    process that fails, or pauses alone, does not block the others. In rank 0, `on_table` is called for
+    each window that all have sent. If times of other processes are missing, `trouble` says why.
     """
 
     def __init__(
@@ -220,8 +185,7 @@ class RankTimes(Sink):
     def finish(self) -> RankTable | None:
         """Exchange the last windows, with a short wait for the others.
 
-        Returns:
-            In rank 0, the last steps of all processes; None if they are not known.
+        In rank 0, return the last steps of all processes; None if they are not known.
         """
         self._send(list(self._windows))
         deadline_s = monotonic() + _LAST_WORD_S

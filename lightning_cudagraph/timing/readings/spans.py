@@ -20,6 +20,7 @@ __all__ = [
     "FORWARD_TAG",
     "MAX_LAYOUTS",
     "RANKS_TAG",
+    "STAGE_TAGS",
     "STEP_PARTS",
     "STEP_TAG",
     "STEP_TIME_TAG",
@@ -39,6 +40,7 @@ RANKS_TAG = "ranks_ms/"
 TOTAL_TAG = f"{STEP_TAG}total"
 # The stages that tile a step, in order.
 STEP_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
+STAGE_TAGS = tuple(STEP_TAG + part for part in STEP_PARTS)
 # The step's wait for all-reduces, which is also in the time of the all-reduces themselves.
 EXPOSED_TAG = f"{STEP_TAG}all_reduce_exposed"
 
@@ -54,10 +56,8 @@ Track = Literal["forward", "backward", "optimizer", "communication", "copy", "ho
 class Span:
     """A timed part of a step: a stage, a layer in one pass, a kind of collective.
 
-    Attributes:
-        tag: its name in TensorBoard, such as ``layer_forward_ms/head``.
-        track: of a timeline.
-        calls: begin and end mark of each of its calls.
+    The tag is its name in TensorBoard, such as ``layer_forward_ms/head``; `calls` are the begin and end
+    mark of each of its calls.
     """
 
     tag: str
@@ -67,11 +67,9 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class SpanLayout:
-    """The spans of a captured or eager step, over its marks.
+    """The spans of a captured or eager step in display order, over its marks.
 
-    Attributes:
-        spans: in display order. The step's first mark has number 0.
-        n_marks: the number of marks.
+    The step's first mark has number 0.
     """
 
     spans: tuple[Span, ...]
@@ -79,7 +77,6 @@ class SpanLayout:
 
     @cached_property
     def tags(self) -> tuple[str, ...]:
-        """The tags of the spans."""
         return tuple(span.tag for span in self.spans)
 
     @cached_property
@@ -91,14 +88,9 @@ class SpanLayout:
         return begins, ends, np.cumsum([0, *lengths[:-1]], dtype=np.intp)
 
     def durations_ms(self, offsets_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The times of all spans.
+        """The times of all spans, shape ``(..., len(spans))``; spans with several calls have their sum.
 
-        Args:
-            offsets_ms: the times of the marks, in milliseconds after the step's first; shape
-                ``(..., n_marks)``, usually one row for each reading.
-
-        Returns:
-            Milliseconds; shape ``(..., len(spans))``. Spans with several calls have their sum.
+        The marks' offsets have the shape ``(..., n_marks)``, usually one row for each reading.
         """
         if not self.spans:
             return np.zeros((*offsets_ms.shape[:-1], 0))
@@ -114,11 +106,9 @@ class Reading:
     Attributes:
         layout: the spans over the marks; one object for replays of one graph.
         step: as the trainer's loggers count it.
-        walltime_s: time of the read, in seconds since the epoch.
-        offsets_ms: times of the marks, in milliseconds after the step's first. Those of marks before the
-            step (the previous step's end, the copy of the batch) are negative.
+        offsets_ms: times of the marks after the step's first. Those of marks before the step (the
+            previous step's end, the copy of the batch) are negative.
         batch: index of the micro-batch in its accumulation window.
-        is_last: the last micro-batch of the window.
         waited_ms: the host's wait for other processes since the previous step.
     """
 
@@ -132,5 +122,4 @@ class Reading:
 
     @property
     def durations_ms(self) -> NDArray[np.float64]:
-        """The times of the layout's spans, in milliseconds."""
         return self.layout.durations_ms(np.asarray(self.offsets_ms))

@@ -19,9 +19,8 @@ GAP_TAG = f"{STEP_TAG}gap"
 class StepGap:
     """The events before one timed step, in order; a context around each copy of its batch.
 
-    Args:
-        passed: returns a new event, recorded at this point.
-        previous_end: the previous step's end; None if something else than a replay came before.
+    `passed` returns a new event, recorded at this point. There is no `previous_end` if something else
+    than a replay came before.
     """
 
     def __init__(self, passed: Callable[[], Event], previous_end: Event | None) -> None:
@@ -42,12 +41,9 @@ class StepGap:
 
 
 def with_lead_in(step: SpanLayout, has_gap: bool, n_events: int) -> SpanLayout:
-    """The layout of a step, extended by the marks before it.
+    """The layout of a step, extended by `n_events` marks before it.
 
-    Args:
-        step: the layout of the step itself.
-        has_gap: the first of these marks is the end of the previous step.
-        n_events: the number of marks before the step.
+    The first of these is the end of the previous step, if there is a gap.
     """
     numbers = list(range(step.n_marks, step.n_marks + n_events))
     copied = numbers[1:] if has_gap else numbers

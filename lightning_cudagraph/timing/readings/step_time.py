@@ -37,7 +37,6 @@ class StepTime:
         self._row: Plain | None = Plain.NOT  # where in the row of plain steps; None if it was broken
 
     def tick(self, phase: Phase, plain: Plain = Plain.NOT) -> None:
-        """Note the end of a step of `phase`."""
         now_s = perf_counter()
         step_ms = None if self._last_s is None else (now_s - self._last_s) * 1e3
         if plain is not Plain.NOT and step_ms is not None and self._row in (Plain.NOT, Plain.ONE):
@@ -52,7 +51,6 @@ class StepTime:
         self._last_s, self._last_phase = now_s, phase
 
     def pause(self) -> None:
-        """Note that something else than a training step follows (validation, a checkpoint)."""
         self._last_s = None
 
     @property
@@ -74,5 +72,4 @@ class StepTime:
 
     @property
     def plain_ms(self) -> float | None:
-        """Milliseconds of a plain step: the mean."""
         return self._plain_total_ms / self.plain_steps if self.plain_steps else None

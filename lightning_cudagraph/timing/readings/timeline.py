@@ -32,16 +32,10 @@ _NOT_SHOWN = (TOTAL_TAG, EXPOSED_TAG)
 
 @dataclass(frozen=True)
 class Slice:
-    """One call of a layer, or of another part of the step.
+    """One call of a layer, or of another part of the step, in ticks after the step's first mark.
 
-    Attributes:
-        tag: of the span.
-        name: the layer, or the part of the step.
-        track: of the timeline.
-        row: of the track: 0, or more for a slice that overlaps another without nesting.
-        depth: the number of slices in the row that contain it.
-        begin: in ticks after the step's first mark.
-        end: likewise; not before `begin`.
+    `row` is that of the track: 0, or more for a slice that overlaps another without nesting. `depth` is
+    the number of slices in the row that contain it.
     """
 
     tag: str
@@ -51,11 +45,6 @@ class Slice:
     depth: int
     begin: int
     end: int
-
-
-def _name(tag: str) -> str:
-    prefix = next((prefix for prefix in _PREFIXES if tag.startswith(prefix)), "")
-    return tag[len(prefix) :]
 
 
 def slices_of(reading: Reading) -> list[Slice]:
@@ -87,7 +76,9 @@ def _stacked(track: Track, calls: Iterable[tuple[int, int, str]]) -> list[Slice]
         else:
             row, open_ends = len(rows), []
             rows.append(open_ends)
-        slices.append(Slice(tag, _name(tag), track, row, len(open_ends), begin, end))
+        prefix = next((prefix for prefix in _PREFIXES if tag.startswith(prefix)), "")
+        name = tag.removeprefix(prefix)
+        slices.append(Slice(tag, name, track, row, len(open_ends), begin, end))
         open_ends.append(end)
     return slices
 

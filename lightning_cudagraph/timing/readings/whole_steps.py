@@ -9,8 +9,7 @@ from itertools import pairwise
 from lightning_cudagraph.timing.readings.sinks import Sink, Sinks
 from lightning_cudagraph.timing.readings.spans import (
     MAX_LAYOUTS,
-    STEP_PARTS,
-    STEP_TAG,
+    STAGE_TAGS,
     TOTAL_TAG,
     Reading,
     Span,
@@ -18,30 +17,33 @@ from lightning_cudagraph.timing.readings.spans import (
 )
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 
-__all__ = ["StepJoiner", "WholeSteps"]
-
-_PARTS = tuple(STEP_TAG + part for part in STEP_PARTS)
+__all__ = ["WholeSteps"]
 
 
-class StepJoiner:
-    """Joins the readings of an accumulation window, as if its micro-batches were one long step.
+class WholeSteps(Sinks):
+    """Sinks that receive one reading for each optimizer step, and not for each micro-batch.
 
-    So the time of a layer is the sum over all micro-batches, and the optimizer's share is of the whole
-    window. A window without a reading of each, because a micro-batch was eager, is skipped.
-
-    Args:
-        apart: micro-batches are timed in different windows. A missing reading is replaced by the last of
-            its accumulation phase (first or middle).
+    The readings of an accumulation window are joined, as if its micro-batches were one long step. So the
+    time of a layer is the sum over all micro-batches, and the optimizer's share is of the whole window.
+    A window without a reading of each, because a micro-batch was eager, is skipped. If micro-batches are
+    timed `apart`, in different windows, a missing reading is replaced by the last of its accumulation
+    phase (first or middle).
     """
 
-    def __init__(self, apart: bool = False) -> None:
+    def __init__(self, sinks: Sequence[Sink], apart: bool = False) -> None:
+        super().__init__(sinks)
         self._apart = apart
         self._batches: list[Reading] = []
         # If timed apart: the last reading of a first micro-batch (True), and of a middle one (False).
         self._kinds: dict[bool, Reading] = {}
         self._layout_of = lru_cache(MAX_LAYOUTS)(_joined_layout)
 
-    def add(self, reading: Reading) -> Reading | None:
+    def add(self, reading: Reading) -> None:
+        step = self.joined(reading)
+        if step is not None:
+            super().add(step)
+
+    def joined(self, reading: Reading) -> Reading | None:
         """Add the reading of a micro-batch; return that of the window that it completes."""
         if reading.batch == 0 and reading.is_last:
             return reading
@@ -55,7 +57,7 @@ class StepJoiner:
         n_between = reading.batch - 1
         if first is None or (n_between and between is None):
             return None
-        return self._joined([first, *[between or first] * n_between, reading])
+        return self._join([first, *[between or first] * n_between, reading])
 
     def _add_next(self, reading: Reading) -> Reading | None:
         if reading.batch == 0:
@@ -69,9 +71,9 @@ class StepJoiner:
         if not reading.is_last:
             return None
         self._batches = []
-        return self._joined(batches)
+        return self._join(batches)
 
-    def _joined(self, batches: list[Reading]) -> Reading:
+    def _join(self, batches: list[Reading]) -> Reading:
         layout = self._layout_of(tuple(batch.layout for batch in batches))
         offsets_ms = list(batches[0].offsets_ms)
         origin_ms = 0.0
@@ -98,23 +100,10 @@ def _joined_layout(layouts: tuple[SpanLayout, ...]) -> SpanLayout:
     for layout in layouts:
         by_tag = {span.tag: span.calls for span in layout.spans}
         if TOTAL_TAG in spans and TOTAL_TAG not in by_tag:
-            by_tag[TOTAL_TAG] = tuple(call for part in _PARTS for call in by_tag.get(part, ()))
+            by_tag[TOTAL_TAG] = tuple(call for tag in STAGE_TAGS for call in by_tag.get(tag, ()))
         for tag, of_batch in by_tag.items():
             calls.setdefault(tag, []).extend((first + begin, first + end) for begin, end in of_batch)
         first += layout.n_marks
     return SpanLayout(
         tuple(Span(tag, span.track, tuple(calls[tag])) for tag, span in spans.items()), first
     )
-
-
-class WholeSteps(Sinks):
-    """Sinks that receive one reading for each optimizer step, and not for each micro-batch."""
-
-    def __init__(self, sinks: Sequence[Sink], apart: bool = False) -> None:
-        super().__init__(sinks)
-        self._joiner = StepJoiner(apart)
-
-    def add(self, reading: Reading) -> None:
-        step = self._joiner.add(reading)
-        if step is not None:
-            super().add(step)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import (
-    STEP_PARTS,
+    STAGE_TAGS,
     STEP_TAG,
     TOTAL_TAG,
     Reading,
@@ -22,21 +22,17 @@ from lightning_cudagraph.timing.readings.step_gap import COPY_TAG, GAP_TAG
 
 __all__ = ["ReadingWindow", "Times", "WindowSummary", "column_times"]
 
-# Their sum is the step's time if it has no tag for the whole, because it ends with the backward pass.
-_PARTS = tuple(STEP_TAG + part for part in STEP_PARTS)
 # The spans between two steps.
 _BETWEEN = (GAP_TAG, COPY_TAG)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Statistics of one span over a window.
+    """Statistics of one span over the `count` readings of a window that have it.
 
-    Attributes:
-        count: the number of readings that have the span. The statistics are over these alone.
-        share: the median divided by the median of the step's time; 0 if that is unknown. Ratios of
-            medians are robust against outliers. For gap and copy, the divisor is the time from the end
-            of a step to the end of the next.
+    The share is the median divided by the median of the step's time, 0 if that is unknown: ratios of
+    medians are robust against outliers. For gap and copy, the divisor is the time from the end of a step
+    to the end of the next.
     """
 
     count: int
@@ -56,9 +52,6 @@ class WindowSummary:
     stays until its last reading leaves the window.
 
     Attributes:
-        n_readings: the number of readings.
-        first_step: of the first reading, as the trainer's loggers count; 0 if there is none.
-        last_step: of the last reading.
         tags: of all spans, in display order.
         durations_ms: a row for each reading and a column for each tag; NaN if the reading lacks the tag.
         waited_ms: the host's wait for other processes before each reading's step.
@@ -69,26 +62,21 @@ class WindowSummary:
         self.waited_ms = np.array([reading.waited_ms for reading in readings])
         self.first_step = readings[0].step if readings else 0
         self.last_step = readings[-1].step if readings else 0
-        self._offsets_ms: dict[int, NDArray[np.float64]] = {}
-        self._layouts: dict[int, SpanLayout] = {}
-        rows: dict[int, list[int]] = {}
+        self._offsets_ms: dict[SpanLayout, NDArray[np.float64]] = {}
+        rows: dict[SpanLayout, list[int]] = {}
         for row, reading in enumerate(readings):
-            rows.setdefault(id(reading.layout), []).append(row)
-            self._layouts[id(reading.layout)] = reading.layout
-        newest_first = sorted(rows, key=lambda key: -rows[key][-1])
-        self._newest = newest_first
+            rows.setdefault(reading.layout, []).append(row)
+        self._newest_first = sorted(rows, key=lambda layout: -rows[layout][-1])
         # The order is that of the layout with the most spans; further spans of others follow.
-        fullest_first = sorted(newest_first, key=lambda key: -len(self._layouts[key].spans))
         columns: dict[str, int] = {}
-        for key in fullest_first:
-            for tag in self._layouts[key].tags:
+        for layout in sorted(self._newest_first, key=lambda layout: -len(layout.spans)):
+            for tag in layout.tags:
                 columns.setdefault(tag, len(columns))
         self.tags = tuple(columns)
         self.durations_ms = np.full((len(readings), len(columns)), np.nan)
-        for key, of_layout in rows.items():
-            layout = self._layouts[key]
+        for layout, of_layout in rows.items():
             offsets_ms = np.array([readings[row].offsets_ms for row in of_layout], np.float64)
-            self._offsets_ms[key] = offsets_ms
+            self._offsets_ms[layout] = offsets_ms
             places = [columns[tag] for tag in layout.tags]
             self.durations_ms[np.ix_(of_layout, places)] = layout.durations_ms(offsets_ms)
         self._columns = columns
@@ -117,7 +105,8 @@ class WindowSummary:
     def step_ms(self) -> NDArray[np.float64]:
         """The time of each reading's step, without the gap before it; NaN if unknown."""
         total_ms = self.series_ms(TOTAL_TAG)
-        return np.where(np.isnan(total_ms), self.series_ms(*_PARTS), total_ms)
+        # A step that ends with the backward pass has no tag for the whole.
+        return np.where(np.isnan(total_ms), self.series_ms(*STAGE_TAGS), total_ms)
 
     @cached_property
     def step(self) -> Times | None:
@@ -145,7 +134,6 @@ class WindowSummary:
 
     @cached_property
     def times(self) -> dict[str, Times]:
-        """The statistics of all spans, by tag."""
         if not self.n_readings:
             return {}
         times = column_times(self.durations_ms, self.step_ms)
@@ -160,22 +148,19 @@ class WindowSummary:
         Medians keep the order of marks, so nested spans stay nested. The layout is the newest with an
         optimizer step, or the newest of all if none has one.
         """
-        if not self._newest:
+        layouts = self._newest_first
+        if not layouts:
             return None
         optimizer = f"{STEP_TAG}optimizer"
-        key = next(
-            (key for key in self._newest if optimizer in self._layouts[key].tags), self._newest[0]
-        )
-        offsets_ms = np.median(self._offsets_ms[key], axis=0).tolist()
-        return Reading(self._layouts[key], self.last_step, 0.0, offsets_ms)
+        layout = next((layout for layout in layouts if optimizer in layout.tags), layouts[0])
+        offsets_ms = np.median(self._offsets_ms[layout], axis=0).tolist()
+        return Reading(layout, self.last_step, 0.0, offsets_ms)
 
 
 def column_times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64]) -> list[Times | None]:
-    """The statistics of each column; None for columns without a number.
+    """The statistics of each column (a row for each reading); None for columns without a number.
 
-    Args:
-        durations_ms: a row for each reading.
-        whole_ms: the time of which they are shares, for each reading; NaN if unknown.
+    Shares are of `whole_ms` of each reading, which is NaN if unknown.
     """
     present = ~np.isnan(durations_ms)
     # Columns that are present in the same readings are computed together; there are about as many such
@@ -204,17 +189,25 @@ def column_times(durations_ms: NDArray[np.float64], whole_ms: NDArray[np.float64
 
 
 class ReadingWindow(Sink):
-    """Sink that keeps the last readings, after its close too, for the report."""
+    """Sink that keeps the last readings, after its close too.
+
+    `n_new` of them have not been shown yet; those who show them reset it.
+    """
 
     def __init__(self, size: int = 200) -> None:
         self._readings: deque[Reading] = deque(maxlen=size)
+        self.n_new = 0
 
     def __len__(self) -> int:
         return len(self._readings)
 
     def add(self, reading: Reading) -> None:
         self._readings.append(reading)
+        self.n_new += 1
+
+    @property
+    def is_all_new(self) -> bool:
+        return self.n_new >= (self._readings.maxlen or 0)
 
     def summary(self) -> WindowSummary:
-        """The statistics of the readings."""
         return WindowSummary(self._readings)

@@ -44,7 +44,7 @@ from lightning_cudagraph.trainer.training.fast_path import FastPath
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times.fused_gain import fused_notes
-from lightning_cudagraph.trainer.training.times.run_times import RunTimes, ended_by, step_number
+from lightning_cudagraph.trainer.training.times.run_times import RunTimes, ended_by
 
 __all__ = ["GraphedTraining", "is_in_fit"]
 
@@ -220,7 +220,6 @@ class GraphedTraining:
             said += fused_notes(self._part.optimizer.optimizer, stage.replayed, stage.replay_ms)
         ended = ended_by(self._trainer, exception)
         finished = self._times.finish(replace(summary, notes=tuple(said), ended=ended))
-        self._times.show(str(finished), step_number(self._trainer))
         self._count()
         return finished
 
@@ -228,7 +227,7 @@ class GraphedTraining:
         """Show the counts of steps in TensorBoard."""
         counts = self.counts
         eager = counts.warmed_up + sum(counts.eager.values())
-        self._times.count(counts.replayed, eager, step_number(self._trainer))
+        self._times.count(counts.replayed, eager)
 
     def _notes(self) -> list[str]:
         notes = [*self._verifier.notes, *self._engine.notes, *self.notes, *self._run.metrics.notes]
@@ -263,9 +262,9 @@ class GraphedTraining:
 
     def _announce(self, text: str) -> None:
         rank_zero_info(f"lightning_cudagraph: {text}")
-        self._times.happened(text, step_number(self._trainer))
+        self._times.happened(text)
 
     def _captured(self, step: Step[StepOutputs], capture_ms: float) -> None:
         taken_mib = self.counts.memory_bytes / 2**20
         text = f"Captured in {capture_ms:.0f} ms: {step.description}. {taken_mib:.1f} MiB taken so far."
-        self._times.happened(text, step_number(self._trainer))
+        self._times.happened(text)

@@ -1,4 +1,4 @@
-"""Charts in TensorBoard's tab Custom Scalars, and the bands of times that they show.
+"""Charts in TensorBoard's tab Custom Scalars, and the times that they show: a line and bands.
 
 That tab has no settings: it colours lines by run alone, and fits the axis to 95 % of the values. So a
 chart shows one time of each run, whose band ends above the line of its medians.
@@ -7,48 +7,45 @@ chart shows one time of each run, whose band ends above the line of its medians.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
-from functools import lru_cache
-from operator import itemgetter
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from lightning_cudagraph.compat.features import CHARTS
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.timing.output.tensorboard.curves import behind
 from lightning_cudagraph.timing.output.tensorboard.logger_writer import innards
+from lightning_cudagraph.timing.output.tensorboard.records import behind
+from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import (
     EXPOSED_TAG,
-    MAX_LAYOUTS,
     RANKS_TAG,
+    STAGE_TAGS,
     STEP_PARTS,
     STEP_TAG,
     STEP_TIME_TAG,
     TOTAL_TAG,
     Reading,
-    Span,
-    SpanLayout,
 )
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
+from lightning_cudagraph.timing.readings.step_time import StepTime
+from lightning_cudagraph.timing.readings.windows import WindowSummary
 
-__all__ = ["BAND_TAG", "CATEGORY", "Band", "Charts", "StepBand"]
+__all__ = ["Charts", "StepBand", "StepLine"]
 
-BAND_TAG = "step_band_ms/"
-CATEGORY = "CUDA graph"
+_BAND_TAG = "step_band_ms/"
+_CATEGORY = "CUDA graph"
 
 # The times that have a band, and the titles of their charts, in order.
 _BANDS = {
     TOTAL_TAG: "step on the device",
-    **{f"{STEP_TAG}{part}": part for part in STEP_PARTS},
+    **dict(zip(STAGE_TAGS, STEP_PARTS, strict=True)),
     GAP_TAG: "gap before the step",
     f"{STEP_TAG}all_reduce": "all-reduces",
     EXPOSED_TAG: "all-reduces that the step waits for",
 }
 
-_PARTS = {f"{STEP_TAG}{part}" for part in STEP_PARTS}
+# TensorBoard fits the axis to less than the highest and the lowest point, and shows nothing of two. So
+# the first points come sooner, for short runs.
+_FIRST_READINGS, _MOST_READINGS = 10, 50
 
 _LAYOUT_TAG = b"custom_scalars__config__"
 # Layouts of charts stand near the beginning of a file.
@@ -57,101 +54,86 @@ _SEARCHED_BYTES = 16 * 2**20
 _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 
 
-class Band(NamedTuple):
-    """Percentiles of the times of a window.
+class StepLine(Sink):
+    """Sink that shows the mean time of up to fifty steps, beside that of the plain steps.
 
-    Attributes:
-        step: the last step of the window.
-        values_ms: milliseconds by tag.
+    The latter is measured once, in long runs on a GPU, and repeated, so that it is a line in a chart.
+    Both are from the end of a step to the end of the next, as in the report.
     """
 
-    step: int
-    values_ms: dict[str, float]
+    def __init__(self, pace: StepTime, show: Callable[[Mapping[str, float], int], None]) -> None:
+        self._pace = pace
+        self._show = show
+        self._n_new = 0
+        self._n_due = _FIRST_READINGS
+        self._step = 0
+
+    def add(self, reading: Reading) -> None:
+        self._step = reading.step
+        self._n_new += 1
+        if self._n_new >= self._n_due:
+            self._write()
+            self._n_due = min(2 * self._n_due, _MOST_READINGS)
+
+    def close(self) -> None:
+        if self._n_new:
+            self._write()
+
+    def _write(self) -> None:
+        self._n_new = 0
+        times_ms = {"replayed": self._pace.since_last_ms(), "eager": self._pace.plain_ms}
+        values = {f"{STEP_TIME_TAG}{name}": ms for name, ms in times_ms.items() if ms is not None}
+        self._show(values, self._step)
 
 
-class StepBand:
-    """Percentiles of the step's time and of its stages, window by window.
+class StepBand(Sink):
+    """Sink that shows percentiles of the step's time and of its stages, window by window.
 
     Readings without the optimizer's step count only until the first reading with it.
     """
 
-    def __init__(self, window_steps: int) -> None:
+    def __init__(self, window_steps: int, show: Callable[[Mapping[str, float], int], None]) -> None:
         self._window_steps = window_steps
+        self._show = show
         self._readings: list[Reading] = []
         self._are_whole = False
-        self._stages = lru_cache(MAX_LAYOUTS)(_stages)
 
-    def add(self, readings: Iterable[Reading]) -> list[Band]:
-        """Add readings; return the bands of the windows that they complete."""
-        for reading in readings:
-            is_whole = TOTAL_TAG in reading.layout.tags
-            if is_whole and not self._are_whole:
-                self._are_whole = True
-                self._readings.clear()
-            if is_whole == self._are_whole:
-                self._readings.append(reading)
-        bands = []
-        while len(self._readings) >= self._window_steps:
-            bands.append(self._band(self._readings[: self._window_steps]))
-            del self._readings[: self._window_steps]
-        return bands
+    def add(self, reading: Reading) -> None:
+        is_whole = TOTAL_TAG in reading.layout.tags
+        if is_whole and not self._are_whole:
+            self._are_whole = True
+            self._readings.clear()
+        if is_whole == self._are_whole:
+            self._readings.append(reading)
+        if len(self._readings) >= self._window_steps:
+            self._write()
 
-    def rest(self) -> list[Band]:
-        """The band of the incomplete window, if it has readings."""
-        return [self._band(self._readings)] if self._readings else []
+    def close(self) -> None:
+        if self._readings:
+            self._write()
 
-    def _band(self, window: list[Reading]) -> Band:
-        by_stages: dict[_Stages, list[Sequence[float]]] = {}
-        for reading in window:
-            stages = self._stages(reading.layout)
-            by_stages.setdefault(stages, []).append(stages.marks_of(reading.offsets_ms))
-        times_ms: dict[str, list[NDArray[np.float64]]] = {}
-        for stages, offsets_ms in by_stages.items():
-            durations_ms = stages.layout.durations_ms(np.array(offsets_ms))
-            for tag, of_tag in zip(stages.layout.tags, durations_ms.T, strict=True):
-                times_ms.setdefault(tag, []).append(of_tag)
+    def _write(self) -> None:
+        summary = WindowSummary(self._readings)
+        self._readings = []
         values_ms: dict[str, float] = {}
-        for tag, parts in times_ms.items():
-            percentiles_ms = np.percentile(np.concatenate(parts), (5, 50, 95)).tolist()
-            values_ms |= dict(zip(_band_tags(tag), percentiles_ms, strict=True))
-        return Band(max(reading.step for reading in window), values_ms)
-
-
-class _Stages(NamedTuple):
-    """The spans of a layout that have a band, over no more marks than these need."""
-
-    layout: SpanLayout
-    marks_of: Callable[[Sequence[float]], Sequence[float]]
-
-
-def _stages(layout: SpanLayout) -> _Stages:
-    """Reduce a layout; without the optimizer's step, the whole is the sum of the stages."""
-    spans = [span for span in layout.spans if span.tag in _BANDS]
-    if TOTAL_TAG not in layout.tags:
-        calls = [call for span in spans if span.tag in _PARTS for call in span.calls]
-        spans += [Span(TOTAL_TAG, "host", tuple(calls))] if calls else []
-    marks = sorted({mark for span in spans for call in span.calls for mark in call})
-    place = {mark: number for number, mark in enumerate(marks, start=2)}
-    reduced = tuple(
-        replace(span, calls=tuple((place[begin], place[end]) for begin, end in span.calls))
-        for span in spans
-    )
-    # Of fewer than two, `itemgetter` gives no tuple.
-    return _Stages(SpanLayout(reduced, 2 + len(marks)), itemgetter(0, 0, *marks))
+        for tag in _BANDS:
+            # Without the optimizer's step, the whole is the sum of the stages.
+            times = summary.step if tag == TOTAL_TAG else summary.times_of(tag)
+            if times is not None:
+                percentiles_ms = times.p05_ms, times.p50_ms, times.p95_ms
+                values_ms |= zip(_band_tags(tag), percentiles_ms, strict=True)
+        self._show(values_ms, summary.last_step)
 
 
 def _band_tags(tag: str) -> list[str]:
     """The tags of the percentiles of a span, from the lowest to the highest."""
-    return [f"{BAND_TAG}{tag.removeprefix(STEP_TAG)}/{name}" for name in ("p05", "p50", "p95")]
+    return [f"{_BAND_TAG}{tag.removeprefix(STEP_TAG)}/{name}" for name in ("p05", "p50", "p95")]
 
 
 def _charts(tags: Collection[str]) -> dict[str, dict[str, list[str | list[str]]]]:
-    """The layout for `SummaryWriter.add_custom_scalars`.
+    """The layout for `SummaryWriter.add_custom_scalars`, of values with these tags (without `behind`).
 
     TensorBoard merges charts of several runs by title, and shows equal ones once.
-
-    Args:
-        tags: of all values that are written, as they are without `behind`.
     """
     found: dict[str, list[str | list[str]]] = {}
     if any(tag.startswith(STEP_TIME_TAG) for tag in tags):
@@ -169,7 +151,7 @@ def _charts(tags: Collection[str]) -> dict[str, dict[str, list[str | list[str]]]
             "Margin",
             [behind(f"{RANKS_TAG}work_{which}") for which in ("median", "fastest", "slowest")],
         ]
-    return {CATEGORY: found}
+    return {_CATEGORY: found}
 
 
 class Charts:
@@ -194,7 +176,7 @@ class Charts:
 
         written = custom_scalars(ours)
         tensor = written.value[0].tensor
-        merged = type(theirs)(category=[c for c in theirs.category if c.title != CATEGORY])
+        merged = type(theirs)(category=[c for c in theirs.category if c.title != _CATEGORY])
         merged.MergeFromString(tensor.string_val[0])
         tensor.string_val[0] = merged.SerializeToString()
         writer.file_writer.add_summary(written)

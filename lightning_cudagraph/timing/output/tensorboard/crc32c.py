@@ -29,11 +29,6 @@ _BYTES = _byte_table()
 _BYTES_LIST: list[int] = _BYTES.tolist()
 
 
-def _masked(crc: int) -> int:
-    crc ^= 0xFFFFFFFF
-    return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
-
-
 def _crc(data: bytes) -> int:
     crc = 0xFFFFFFFF
     for byte in data:
@@ -43,7 +38,8 @@ def _crc(data: bytes) -> int:
 
 def masked_crc32c(data: bytes) -> int:
     """The masked CRC32C of TensorBoard's record format (rotated and shifted), in 32 bits."""
-    return _masked(_crc(data))
+    crc = _crc(data) ^ 0xFFFFFFFF
+    return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def _through(operator: NDArray[np.uint32], crcs: NDArray[np.uint32]) -> NDArray[np.uint32]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -13,17 +13,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_cudagraph.compat.features import EVENT_QUEUE
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.timing.output.tensorboard.curves import Curves
-from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords
+from lightning_cudagraph.timing.output.tensorboard.records import Curves, ReadingRecords
 from lightning_cudagraph.timing.readings.spans import Reading
 
 __all__ = ["LoggerWriter", "innards"]
-
-
-class _Queued(NamedTuple):
-    """Readings in a writer's queue, between its records."""
-
-    readings: Sequence[Reading]
 
 
 class LoggerWriter:
@@ -59,7 +52,6 @@ class LoggerWriter:
         self.attempt(lambda writer: self._write(writer, readings))
 
     def close(self) -> None:
-        """Restore the writer."""
         if self._records is not None:
             # Readings in its queue need the patched method.
             self._try(self._drain)
@@ -91,7 +83,7 @@ class LoggerWriter:
         if (put := self._put_of(writer)) is None:
             self._write_values(writer, readings)
         else:
-            put(_Queued(readings))
+            put(list(readings))  # between the records of others
 
     def _put_of(self, writer: Any) -> Callable[[Any], None] | None:
         """The `put` of the writer's queue; None if the writer is built differently."""
@@ -107,11 +99,11 @@ class LoggerWriter:
             by_tensorboard = records.write
 
             def write(data: Any) -> None:
-                if type(data) is not _Queued:
+                if not isinstance(data, list):
                     by_tensorboard(data)
                     return
                 try:
-                    made = b"".join(self._made.of(data.readings))
+                    made = b"".join(self._made.of(data))
                 except Exception as error:  # our error must not end TensorBoard's thread
                     self._error = error
                     return

@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_cudagraph.timing.output.tensorboard.crc32c import AlikeRows, masked_crc32c
-from lightning_cudagraph.timing.output.tensorboard.curves import Curves
 from lightning_cudagraph.timing.readings.spans import MAX_LAYOUTS, Reading, SpanLayout
 
-__all__ = ["ReadingRecords", "ScalarRecords", "n_bytes"]
+__all__ = ["Curves", "ReadingRecords", "ScalarRecords", "behind", "curves_of", "n_bytes"]
+
+# A function that reduces a layout to the spans that have curves, under the tags of these.
+Curves = Callable[[SpanLayout], SpanLayout]
 
 # Field numbers and wire types of tensorboard/compat/proto/{event,summary}.proto.
 _WALL_TIME = b"\x09"
@@ -41,6 +44,22 @@ _STEP_BYTES = 6
 # Records made at once: more would hold the GIL, which the training loop needs, for too long; fewer cost
 # more, because each call of NumPy takes a microsecond.
 _BYTES_AT_ONCE = 64 * 2**10
+
+
+def behind(tag: str) -> str:
+    """The tag in TensorBoard, which sorts by character: behind all letters, so behind the user's."""
+    return f"~{tag}"
+
+
+def curves_of(without: frozenset[str] = frozenset()) -> Curves:
+    """Create the function for all spans except those with the tags `without`."""
+
+    @lru_cache(MAX_LAYOUTS)
+    def curves(layout: SpanLayout) -> SpanLayout:
+        shown = [span for span in layout.spans if span.tag not in without]
+        return SpanLayout(tuple(replace(span, tag=behind(span.tag)) for span in shown), layout.n_marks)
+
+    return curves
 
 
 def _varint(number: int) -> bytes:
@@ -128,7 +147,12 @@ class ReadingRecords:
             n_at_once = max(1, _BYTES_AT_ONCE // records.n_bytes)
             for begin in range(0, len(places), n_at_once):
                 some = places[begin : begin + n_at_once]
-                rows = _rows(records, layout, [readings[place] for place in some])
+                shown = [readings[place] for place in some]
+                rows = records.serialised(
+                    np.array([reading.step for reading in shown], np.int64),
+                    np.array([reading.walltime_s for reading in shown]),
+                    layout.durations_ms(np.array([reading.offsets_ms for reading in shown])),
+                )
                 for place, row in zip(some, rows, strict=True):
                     found[place] = row.tobytes()
         return found
@@ -143,11 +167,3 @@ def n_bytes(readings: Sequence[Reading], curves: Curves) -> int:
 @lru_cache(MAX_LAYOUTS)
 def _record_bytes(tags: tuple[str, ...]) -> int:
     return len(_event(tags)[0]) + _FRAME_BYTES if tags else 0
-
-
-def _rows(records: ScalarRecords, layout: SpanLayout, readings: list[Reading]) -> NDArray[np.uint8]:
-    return records.serialised(
-        np.array([reading.step for reading in readings], np.int64),
-        np.array([reading.walltime_s for reading in readings]),
-        layout.durations_ms(np.array([reading.offsets_ms for reading in readings])),
-    )

@@ -17,13 +17,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_cudagraph.timing.output.metrics import MetricsWriter
-from lightning_cudagraph.timing.output.tensorboard.charts import Band, Charts, StepBand
-from lightning_cudagraph.timing.output.tensorboard.curves import behind, curves_of
+from lightning_cudagraph.timing.output.tensorboard.charts import Charts
 from lightning_cudagraph.timing.output.tensorboard.logger_writer import LoggerWriter
-from lightning_cudagraph.timing.output.tensorboard.records import n_bytes
+from lightning_cudagraph.timing.output.tensorboard.records import behind, curves_of, n_bytes
 from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import Reading
-from lightning_cudagraph.timing.readings.whole_steps import StepJoiner
 
 __all__ = ["TensorBoardWriter", "other_loggers_writer"]
 
@@ -36,22 +34,17 @@ _TEXT_COLUMNS = 110
 
 
 class TensorBoardWriter(Sink):
-    """Sink that writes the times of each step, and charts of them, to TensorBoard.
+    """Sink that writes the times of each step to TensorBoard; other values, and charts of them.
 
     There is a point for each timed replay, at the trainer's step. With accumulation that is one point
     for each micro-batch: several share a step, as those of `self.log` do, and the optimizer's time is in
-    the last. A long run has fewer points later on, and says so in ``cudagraph/events``.
-
-    Args:
-        loggers: the trainer's loggers, of which those for TensorBoard are used.
-        window_steps: readings per window of the bands of times.
-        without_curve: tags of spans that have no curve.
+    the last. A long run has fewer points later on, and says so in ``cudagraph/events``. Loggers that are
+    not for TensorBoard are passed over, and so are spans with the tags `without_curve`.
     """
 
     def __init__(
         self,
         loggers: Sequence[Logger],
-        window_steps: int = 200,
         without_curve: frozenset[str] = frozenset(),
     ) -> None:
         self._curves = curves_of(without_curve)
@@ -65,8 +58,6 @@ class TensorBoardWriter(Sink):
         self._n_bytes = 0  # written so far
         self._thin_at_bytes = _BYTES_BEFORE_THINNING
         self._every_n_steps = 1
-        self._band = StepBand(window_steps)
-        self._joiner = StepJoiner()
         self._charts = [Charts() for _ in self._writers]
         self._tags: set[str] = set()  # of values that do not come from readings
 
@@ -85,18 +76,15 @@ class TensorBoardWriter(Sink):
         self.flush()
 
     def flush(self) -> None:
-        """Write the readings since the last flush."""
         readings, self._readings = self._readings, []
         if not readings or not self._writers:
             return
         last = readings[-1]
         self._flush_at_s = last.walltime_s + _SECONDS_BETWEEN_FLUSHES
-        bands = self._band.add(filter(None, map(self._joiner.add, readings)))
         n = self._every_n_steps
         shown = readings if n == 1 else [reading for reading in readings if (reading.step + 1) % n == 0]
         for writer in self._writers:
             writer.write(shown)
-        self._add_bands(bands)
         self._n_bytes += n_bytes(shown, self._curves)
         if self._n_bytes >= self._thin_at_bytes:
             self._thin(last.step)
@@ -141,11 +129,6 @@ class TensorBoardWriter(Sink):
             for writer in self._writers:
                 stack.callback(writer.close)
             self.flush()
-            self._add_bands(self._band.rest())
-
-    def _add_bands(self, bands: list[Band]) -> None:
-        for step, values_ms in bands:
-            self.add_scalars(values_ms, step)
 
 
 def other_loggers_writer(

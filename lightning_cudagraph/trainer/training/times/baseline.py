@@ -38,14 +38,7 @@ class PlainSteps:
         self._has_begun = False
 
     def next(self, counts: StepCounts, batch: Any, begins: bool = True, steps: bool = True) -> Plain:
-        """Classify the next batch.
-
-        Args:
-            counts: those of the batches before it.
-            batch: the batch.
-            begins: it is the first of its accumulation window.
-            steps: it is the last.
-        """
+        """Classify the next batch, which may begin its accumulation window, and step at its end."""
         if not self._left:
             return Plain.NOT
         looks = [

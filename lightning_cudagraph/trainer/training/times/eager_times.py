@@ -22,7 +22,12 @@ from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
 from lightning_cudagraph.trainer.config.support import make_backend
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_optimizers, timed_stages
-from lightning_cudagraph.trainer.training.times.run_times import RunTimes, batch_of_step, ended_by
+from lightning_cudagraph.trainer.training.times.run_times import (
+    RunTimes,
+    batch_of_step,
+    ended_by,
+    step_number,
+)
 from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
 __all__ = ["EagerTimes"]
@@ -31,11 +36,7 @@ _runs = 0
 
 
 class EagerTimes:
-    """The clock of a `fit` without graphs.
-
-    Raises:
-        ConfigurationError: if the choice names a layer that is not there.
-    """
+    """The clock of a `fit` without graphs."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, choice: LayerTimings) -> None:
         self._trainer = trainer
@@ -57,7 +58,6 @@ class EagerTimes:
         patch_method(trainer.strategy, "batch_to_device", self._batch_to_device, self._patches)
 
     def batch_starts(self) -> None:
-        """Begin the marks of a training batch, if it is timed."""
         self._abandon()
         if not self._is_due(0):
             return
@@ -65,12 +65,14 @@ class EagerTimes:
         # Without the optimizer, unless the batch is the last of its accumulation window.
         steps = not (module.automatic_optimization and trainer.fit_loop._should_accumulate())
         marks = self._marks = self._times.marks(steps)
-        places: list[tuple[str, Callable[..., Any]]] = [("training_step", self._forwards)]
+        self._patch("training_step", partial(self._forwards, marks))
         if module.automatic_optimization:
-            places.append(("optimizer_step", self._steps))
-        for name, instead in places:
-            original = getattr(trainer.strategy, name)
-            self._step.enter_context(in_place(trainer.strategy, name, partial(instead, marks, original)))
+            self._patch("optimizer_step", self._steps)
+
+    def _patch(self, name: str, instead: Callable[..., Any]) -> None:
+        """Patch a method of the strategy until the step ends; `instead` is given the original."""
+        strategy = self._trainer.strategy
+        self._step.enter_context(in_place(strategy, name, partial(instead, getattr(strategy, name))))
 
     def forward_ended(self, loss: Any) -> None:
         """Mark the end of the forward pass: the backward pass from this loss begins."""
@@ -78,7 +80,6 @@ class EagerTimes:
             self._marks.forward_ended(loss)
 
     def backward_ended(self) -> None:
-        """Mark the end of a backward pass."""
         if self._marks is None or not self._is_recording:
             return
         self._marks.backward_ended()
@@ -86,10 +87,9 @@ class EagerTimes:
             self._marks.forward_began()  # until another stage is marked
 
     def batch_ended(self) -> None:
-        """Pass the marks of a training batch to the clock."""
         self._end_marks()
         marks, self._finished, self._marks = self._finished, None, None
-        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = step_number(self._trainer)
         self._clock.ended(marks, step, self._is_due(1), *batch_of_step(self._trainer))
         if marks is not None:
             self._untimed = never_timed(self._untimed, marks.untimed)
@@ -105,9 +105,7 @@ class EagerTimes:
 
     def finish(self, exception: BaseException | None = None) -> str:
         """Read the remaining events, and write the report; `exception` is what ended the run."""
-        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
-        ended = ended_by(self._trainer, exception)
-        return self._times.eager_report(self._untimed or {}, step, ended)
+        return self._times.eager_report(self._untimed or {}, ended_by(self._trainer, exception))
 
     def close(self) -> None:
         """Undo all patches, and write the remaining readings."""
@@ -117,11 +115,7 @@ class EagerTimes:
             stack.callback(self._abandon)
 
     def _is_due(self, batches_ahead: int) -> bool:
-        """True if a batch is timed.
-
-        Args:
-            batches_ahead: 0 for the latest batch that Lightning has counted, 1 for the next one.
-        """
+        """True if a batch is timed: the latest that Lightning has counted (0), or the next one (1)."""
         if self._module.automatic_optimization:
             return self._clock.is_due(self._trainer.global_step)
         # The optimizers may step any number of times; batches are counted instead.
@@ -141,7 +135,7 @@ class EagerTimes:
                 self._step.enter_context(timed_optimizers(marks, self._trainer))
         return original(*args, **kwargs)
 
-    def _steps(self, marks: StepMarks, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _steps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Patch of `Strategy.optimizer_step`, with which a timed step ends."""
         result = original(*args, **kwargs)
         self._end_marks()
@@ -162,7 +156,6 @@ class EagerTimes:
             self._finished, self._is_recording = self._marks, False
 
     def _abandon(self) -> None:
-        """Abandon a step that has not ended."""
         self._step.__exit__(GeneratorExit, GeneratorExit(), None)
         self._marks = self._finished = None
         self._is_recording = False

@@ -26,15 +26,10 @@ _COPIES, _MAX_SHARE_OF_FREE = 5, 0.5
 
 
 def fused_notes(optimizer: Optimizer, replayed: int, replay_ms: float | None) -> list[str]:
-    """Return a note for the report on what `fused=True` would save.
+    """Return a note for the report on what `fused=True` would save in the step of the optimizer.
 
     None if that is little or unknown: on a CPU, in a short run, without a fused kernel in torch, or if
     free memory is scarce.
-
-    Args:
-        optimizer: the optimizer that the graph steps.
-        replayed: the number of replays of the run.
-        replay_ms: the time of a replayed step.
     """
     if replay_ms is None or replayed < _MIN_REPLAYS:
         return []
@@ -49,7 +44,7 @@ def fused_notes(optimizer: Optimizer, replayed: int, replay_ms: float | None) ->
         for group in optimizer.param_groups
     ]
     parameters = [parameter for group in groups for parameter in group]
-    if not parameters or not all(_is_plain(parameter) for parameter in parameters):
+    if not parameters or not all(map(_is_plain, parameters)):
         return []
     needed_bytes = _COPIES * sum(parameter.nbytes for parameter in parameters)
     free_bytes, _ = torch.cuda.mem_get_info(parameters[0].device)
@@ -84,9 +79,7 @@ def _is_plain(parameter: Tensor) -> bool:
 def _step_ms(optimizer: Optimizer, groups: list[list[Tensor]], form: dict[str, Any]) -> float:
     """Time the step of a copy of an optimizer in a graph of this package, on zeros.
 
-    Args:
-        groups: the parameters to copy, by param group.
-        form: the options that replace the optimizer's.
+    The options in `form` replace the optimizer's.
     """
     copies = []
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):

@@ -37,15 +37,11 @@ _NOTHING = nullcontext()
 
 
 class HostTimes(AbstractContextManager[None]):
-    """The host's time in measured steps.
-
-    Args:
-        backend: the device; on the emulator nothing is measured.
+    """The host's time in measured steps; on the emulator nothing is measured.
 
     Attributes:
         waits: for each place where the host waits for the device between replays, the seconds so far.
         is_on: the step under way is measured.
-        steps: number of measured steps.
         launches: number of launches at which the device was looked at.
         waiting: number of those at which it had nothing left to do.
     """
@@ -59,7 +55,7 @@ class HostTimes(AbstractContextManager[None]):
         self._step_s: dict[str, float] = defaultdict(float)  # of the step under way
         self._part = _OWN
         self._last_s = self._waited_before_s = 0.0
-        self._event = backend.event() if self._is_measured else None
+        self._event = backend.event()
         self._is_marked = False  # the end of a measured step, for the next launch
         self.is_on = False
         self.steps = self.launches = self.waiting = 0
@@ -68,7 +64,6 @@ class HostTimes(AbstractContextManager[None]):
         return sum(waited_s() for waited_s in self.waits)
 
     def begin(self) -> None:
-        """Begin a step, and end the one before it."""
         if self.is_on:
             self._end()
         self._count += 1
@@ -79,14 +74,12 @@ class HostTimes(AbstractContextManager[None]):
             self._last_s = perf_counter()
 
     def of(self, part: str) -> AbstractContextManager[None]:
-        """Context for a part of a step."""
         if not self.is_on:
             return _NOTHING
         self._part = part
         return self
 
     def of_hook(self, owner: object, name: str) -> AbstractContextManager[None]:
-        """Context for a hook."""
         return self.of(f"`{type(owner).__qualname__}.{name}`") if self.is_on else _NOTHING
 
     def __enter__(self) -> None:
@@ -108,7 +101,6 @@ class HostTimes(AbstractContextManager[None]):
     def look(self) -> None:
         """Look at the device, before a launch."""
         if self._is_marked:
-            assert self._event is not None
             self._is_marked = False
             self.launches += 1
             self.waiting += self._event.query()
@@ -122,7 +114,6 @@ class HostTimes(AbstractContextManager[None]):
         for part, time_s in self._step_s.items():
             self._total_s[part] += time_s
         self.steps += 1
-        assert self._event is not None
         self._backend.mark(self._event)  # behind the replay, and what hooks have launched
         self._is_marked = True
 
@@ -134,12 +125,7 @@ class HostTimes(AbstractContextManager[None]):
 
 
 def host_lines(times: HostTimes, callbacks: Sequence[Callback]) -> list[str]:
-    """Lines of the report on what bounds the steps: the device, or the host, and with what.
-
-    Args:
-        times: the times of the host.
-        callbacks: the trainer's callbacks.
-    """
+    """Lines of the report on what bounds the steps: the device, or the host, and with what."""
     if times.steps < _MIN_STEPS or times.launches < _MIN_STEPS:
         return []
     share = times.waiting / times.launches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +34,9 @@ from lightning_cudagraph.timing.layers.layers import (
 from lightning_cudagraph.timing.output.dashboard import Dashboard
 from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_text
 from lightning_cudagraph.timing.output.report import eager_report, layer_lines, time_lines
-from lightning_cudagraph.timing.output.step_line import StepLine
 from lightning_cudagraph.timing.output.summary import RunSummary
-from lightning_cudagraph.timing.output.tensorboard import TensorBoardWriter, other_loggers_writer
+from lightning_cudagraph.timing.output.tensorboard.charts import StepBand, StepLine
+from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter, other_loggers_writer
 from lightning_cudagraph.timing.output.trace import TraceWriter
 from lightning_cudagraph.timing.readings.rank_times import RankTable, RankTimes, SharedRun
 from lightning_cudagraph.timing.readings.sinks import Sink
@@ -78,7 +78,7 @@ def ended_by(trainer: pl.Trainer, exception: BaseException | None) -> str:
 class RunTimes:
     """The clocks of one run, and the outputs of their readings.
 
-    Without a choice of layers (`choice` is None), only the step time on the host is measured.
+    Without a choice of layers, only the step time on the host is measured.
 
     Attributes:
         names: the timed layers.
@@ -88,9 +88,6 @@ class RunTimes:
         clock: times of replays, or of the steps of an eager run.
         eager_clock: times of the eager step of the warm-up, for comparison.
         eager: the readings of `eager_clock`.
-
-    Raises:
-        ConfigurationError: if the choice names a layer that does not exist.
     """
 
     def __init__(
@@ -101,43 +98,49 @@ class RunTimes:
         choice: LayerTimings | None,
         run: SharedRun | None = None,
     ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._backend = backend
         self.off: list[str] = []
+        self.names: list[str] = []
+        self._left_out: dict[str, str] = {}
+        self._every_n_steps = 0
+        window_steps = LayerTimings.window_steps
+        inner: set[str] = set()
         if choice is not None:
             require(TIMES)
             self.off = notes(EVENT_QUEUE, CHARTS)
-        self.names: list[str] = [] if choice is None else list(select_layers(module, choice))
-        self._module = module
-        self._left_out = {} if choice is None else left_out(module, choice)
-        self.pace = StepTime()
-        self._trainer = trainer
-        self._backend = backend
-        self._every_n_steps = 0 if choice is None else choice.every_n_steps
-        self._takes_in_turn = backend.graphs_per_step > 1
-        window_steps = LayerTimings.window_steps if choice is None else choice.window_steps
-        inner = set() if choice is None else without_curves(module, choice)
+            self.names = list(select_layers(module, choice))
+            self._left_out = left_out(module, choice)
+            self._every_n_steps = choice.every_n_steps
+            window_steps = choice.window_steps
+            inner = without_curves(module, choice)
         without_curve = frozenset(way + name for name in inner for way in (FORWARD_TAG, BACKWARD_TAG))
-        self._tensorboard = TensorBoardWriter(trainer.loggers, window_steps, without_curve)
+        self.pace = StepTime()
+        self._tensorboard = TensorBoardWriter(trainer.loggers, without_curve)
         self.eager = ReadingWindow(window_steps)
         self._counted = (0, 0)
-        loop = trainer.fit_loop.epoch_loop
-        others = other_loggers_writer(
-            trainer.loggers, window_steps, lambda: loop._batches_that_stepped, without_curve
+        self._others = others = other_loggers_writer(
+            trainer.loggers, window_steps, lambda: step_number(trainer), without_curve
         )
         model = type(module).__qualname__
-        self._dashboard = Dashboard(self._tensorboard, window_steps, model, _device_name(trainer))
+        device = trainer.strategy.root_device
+        is_cuda = device.type == "cuda"
+        device_name = torch.cuda.get_device_name(device) if is_cuda else device.type.upper()
+        self._dashboard = Dashboard(self._tensorboard, window_steps, model, device_name)
         # Closed from the last to the first, so a sink that others write to comes before them.
         line = StepLine(self.pace, self._tensorboard.add_scalars)
         of_steps: list[Sink] = [others, self._dashboard, line]
+        if self._tensorboard.is_shown:
+            of_steps.append(StepBand(window_steps, self._tensorboard.add_scalars))
         run = run if trainer.world_size > 1 and dist.is_initialized() else None
         store = None if run is None else own_store(f"times/{run.name}")
         self._trace: TraceWriter | None = None
         if choice is not None and choice.trace_steps > 0:
             rank = trainer.global_rank
             title = f"{model}, rank {rank}" if trainer.world_size > 1 else model
-            path = _TracePath(trainer, store)
-            self._trace = TraceWriter(path.found, choice.trace_steps, title, rank)
+            self._trace = TraceWriter(_trace_file(trainer, store), choice.trace_steps, title, rank)
             of_steps.append(self._trace)
-        self._others = others
         self._ranks: RankTimes | None = None
         self._ranks_shown: RankTable | None = None
         if choice is not None and store is not None:
@@ -168,27 +171,20 @@ class RunTimes:
     def timed_instances(
         self, accumulation: AccumulationPhase, accumulate_grad_batches: int
     ) -> tuple[bool, ...]:
-        """The capture instances that a step needs: True for one with timing events.
-
-        Args:
-            accumulation: the accumulation phase of the step.
-            accumulate_grad_batches: the length of the accumulation window, in batches.
-        """
+        """The capture instances that a step needs: True for one with timing events."""
         if self._every_n_steps == 0:
             return (False,)
         # Two timed instances, where timed replays follow each other: if every step is timed, and in the
         # middle of a window, since a window is timed as a whole.
         in_the_middle = not (accumulation.drops or accumulation.steps) and accumulate_grad_batches > 3
-        in_graph_break = self._takes_in_turn and (self._every_n_steps == 1 or in_the_middle)
-        timed = (True, True) if in_graph_break else (True,)
+        takes_turns = self._backend.graphs_per_step > 1
+        timed = (True, True) if takes_turns and (self._every_n_steps == 1 or in_the_middle) else (True,)
         return timed if self._every_n_steps == 1 else (False, *timed)
 
     def marks(self, has_optimizer: bool, placement: Placement = "forked") -> StepMarks:
-        """Create the marks of a step, eager or captured.
+        """Create the marks of a step, eager or captured, with or without that of the optimizer.
 
-        Args:
-            has_optimizer: the step ends with the optimizer's, and not with the backward pass.
-            placement: of events in a graph: between kernels, or on a branch beside them.
+        Events in a graph are placed between kernels, or on a branch beside them.
         """
         return StepMarks(
             self._backend,
@@ -218,31 +214,30 @@ class RunTimes:
         if table is not None and self._tensorboard.is_shown:
             self._tensorboard.add_text("cudagraph/ranks", ranks_text(table), table.rows[0].last_step)
 
-    def count(self, replayed: int, eager: int, step_number: int) -> None:
+    def count(self, replayed: int, eager: int) -> None:
         """Show how many steps were replayed so far, and how many ran eagerly, with the warm-up.
 
         Nothing is shown without timings: the event files are then those of a run without the callback.
         """
         if self._every_n_steps and (replayed, eager) != self._counted:
             self._counted = (replayed, eager)
-            self._tensorboard.add_scalars(
-                {f"{_COUNT_TAG}replayed": replayed, f"{_COUNT_TAG}eager": eager}, step_number
-            )
+            values = {f"{_COUNT_TAG}replayed": replayed, f"{_COUNT_TAG}eager": eager}
+            self._tensorboard.add_scalars(values, step_number(self._trainer))
 
-    def happened(self, text: str, step_number: int) -> None:
+    def happened(self, text: str) -> None:
         """Show an event of the graphs' life (a capture, an invalidation), as a sentence."""
-        self._tensorboard.add_event(text, step_number)
+        self._tensorboard.add_event(text, step_number(self._trainer))
 
     def finish(self, summary: RunSummary) -> RunSummary:
-        """Read the remaining events, and add the times to a summary.
+        """Read the remaining events, add the times to a summary, and show it as the report.
 
         If an exception has ended the run, no event is waited for.
         """
         ranks = self._finish(summary.ended)
-        graph, eager = self._dashboard.window.summary(), self.eager.summary()
+        graph, eager = self._dashboard.summary(), self.eager.summary()
         notes = [*(delay_notes(self._trainer) if self._every_n_steps else []), *self._notes()]
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
-        return replace(
+        summary = replace(
             summary,
             times=(
                 *time_lines(graph, eager, ranks, event_host_us),
@@ -252,31 +247,23 @@ class RunTimes:
             notes=(*summary.notes, *notes),
             tensorboard_dir=_tensorboard_dir(self._trainer),
         )
+        self._tensorboard.add_text("cudagraph/report", str(summary), step_number(self._trainer))
+        return summary
 
-    def show(self, report: str, step_number: int) -> None:
-        """Show the report in TensorBoard, at the last step as the trainer's loggers count it."""
-        self._tensorboard.add_text("cudagraph/report", report, step_number)
-
-    def eager_report(self, untimed: Mapping[str, str], step_number: int, ended: str = "") -> str:
+    def eager_report(self, untimed: Mapping[str, str], ended: str = "") -> str:
         """Read the remaining events, and write the report of a run without graphs.
 
-        Args:
-            untimed: parts that have no times, in words, with the reason.
-            step_number: the last step as the trainer's loggers count it.
-            ended: the exception that ended the run, in words. With one, no event is waited for.
+        `untimed` are parts without times, in words, with the reason. If an exception has ended the run,
+        no event is waited for.
         """
         ranks = self._finish(ended)
         notes = [*untimed_notes(untimed), *self._notes()]
-        text = eager_report(self._dashboard.window.summary(), notes, ranks, ended)
-        self._tensorboard.add_text("layer_timings/report", text, step_number)
+        text = eager_report(self._dashboard.summary(), notes, ranks, ended)
+        self._tensorboard.add_text("layer_timings/report", text, step_number(self._trainer))
         return text
 
     def _finish(self, ended: str) -> list[str]:
-        """Read the remaining events.
-
-        Returns:
-            The report's lines on all processes, in the first of them.
-        """
+        """Read the remaining events; in the first process, return the report's lines on all of them."""
         if ended:  # the device may never come to its last events, and other processes never to this end
             return []
         self.clock.finish()
@@ -293,9 +280,9 @@ class RunTimes:
         if self._ranks is not None and self._ranks.trouble:
             notes.append(f"the times of other processes are not known: {self._ranks.trouble}")
         if self._every_n_steps > 1:
-            came = "" if len(self._dashboard.window) else ", and the run has come to none of them"
+            came = "" if len(self._dashboard) else ", and the run has come to none of them"
             notes.append(f"one step of the optimizer in {self._every_n_steps} is timed{came}")
-        if self._trace is not None and len(self._dashboard.window):
+        if self._trace is not None and len(self._dashboard):
             notes.append(
                 f"the last timed steps are in {str(self._trace.path)!r}: open it at"
                 " https://ui.perfetto.dev"
@@ -309,32 +296,25 @@ class RunTimes:
             stack.callback(self.clock.close)
 
 
-def _device_name(trainer: pl.Trainer) -> str:
-    device = trainer.strategy.root_device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-
-
-class _TracePath:
-    """The file of a process's trace, in the folder of the first process.
+def _trace_file(trainer: pl.Trainer, store: Any) -> Callable[[], Path]:
+    """A function for the file of a process's trace, in the folder of the first process.
 
     Loggers of other processes name other folders, and `trainer.log_dir` is a collective, which blocks
-    unless all processes call it. So the first process leaves its folder in the run's own store.
+    unless all processes call it. So the first process leaves its folder in the run's own store; until
+    it is known, the file is in a folder of this process's own.
     """
+    folder, rank = _folder(trainer), trainer.global_rank
+    if store is not None and rank == 0:
+        store.set(_FOLDER, folder)
 
-    def __init__(self, trainer: pl.Trainer, store: Any) -> None:
-        self._store = store
-        self._rank = trainer.global_rank
-        self._folder = _folder(trainer)
-        if store is not None and self._rank == 0:
-            store.set(_FOLDER, self._folder)
-
-    def found(self) -> Path:
-        """The file; in a folder of this process's own until the first one's is known."""
+    def found() -> Path:
+        nonlocal folder
         with suppress(RuntimeError):  # the store may be gone, with the process that hosts it
-            if self._store is not None and self._store.check([_FOLDER]):
-                self._folder = self._store.get(_FOLDER).decode()
-        name = "layer_trace.json" if self._rank == 0 else f"layer_trace_rank{self._rank}.json"
-        return Path(self._folder) / name
+            if store is not None and store.check([_FOLDER]):
+                folder = store.get(_FOLDER).decode()
+        return Path(folder) / ("layer_trace.json" if rank == 0 else f"layer_trace_rank{rank}.json")
+
+    return found
 
 
 def _tensorboard_dir(trainer: pl.Trainer) -> str | None:
