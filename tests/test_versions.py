@@ -13,7 +13,7 @@ import torch
 
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.compat import installed, tested
-from lightning_cudagraph.compat.installed import gpu_without_cuda
+from lightning_cudagraph.compat.installed import gpu_without_cuda, minor_of
 from lightning_cudagraph.compat.tested import NEWEST, newer_than_tested
 from tests.harness import Net, make, train
 from tests.versions import RUNS, TABLE, TESTED, Row, counted, newest_of, rows_in, with_newest, with_row
@@ -182,3 +182,10 @@ def test_reports_are_counted(tmp_path: Path) -> None:
         '<testsuites><testsuite errors="1" failures="2" skipped="3" tests="10"/></testsuites>'
     )
     assert counted(report) == (4, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("version", "minor"), [("2.15.0+cu132", (2, 15)), ("2.7dev", (2, 7)), ("2.9.0a0+git1", (2, 9))]
+)
+def test_versions_with_more_behind_them(version: str, minor: tuple[int, int]) -> None:
+    assert minor_of(version) == minor

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["PACKAGE_DIR", "check_installed", "gpu_without_cuda"]
+__all__ = ["PACKAGE_DIR", "check_installed", "gpu_without_cuda", "minor_of"]
 
 # The folder of this package, ending in a separator.
 PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -39,7 +40,7 @@ def check_installed() -> None:
         )
     for package, oldest in _OLDEST.items():
         found = _version_of(package)
-        if tuple(map(int, found.split(".")[:2])) < oldest:
+        if minor_of(found) < oldest:
             wanted = ".".join(map(str, oldest))
             raise ImportError(
                 f"`lightning_cudagraph` needs {package} {wanted} or newer, and {found} is installed."
@@ -73,6 +74,11 @@ def gpu_without_cuda(built_for: str | None, hip: str | None, gpus: Path = _GPUS)
         f"this machine has an NVIDIA GPU, and torch {_version_of('torch')} was built without CUDA:"
         " training runs on the CPU. Install a build for CUDA (https://pytorch.org/get-started)"
     )
+
+
+def minor_of(version: str) -> tuple[int, ...]:
+    """Major and minor version, without what may follow them (`2.7dev`)."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def _version_of(package: str) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from lightning_cudagraph.compat.installed import minor_of
+
 __all__ = ["NEWEST", "newer_than_tested"]
 
 # The newest of each in the table of docs/versions.md (written by `python -m tests.versions`).
@@ -28,7 +30,7 @@ def newer_than_tested(newest: Mapping[str, str] = NEWEST) -> str:
     newer = [
         f"{name} {here[name]} is newer than {newest[name]}"
         for name in here
-        if _minor(here[name]) > _minor(newest[name])
+        if minor_of(here[name]) > minor_of(newest[name])
     ]
     if not newer:
         return ""
@@ -36,8 +38,3 @@ def newer_than_tested(newest: Mapping[str, str] = NEWEST) -> str:
         f"{' and '.join(newer)}, the newest that this package was tested on; all private names that it"
         " needs are as they were"
     )
-
-
-def _minor(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)

@@ -81,10 +81,11 @@ _READS: dict[CodeType, str] = {torch.load.__code__: "torch.load"}
 if _NEXT in vars(_BaseDataLoaderIter):  # else captures are refused
     _READS[vars(_BaseDataLoaderIter)[_NEXT].__code__] = "next(DataLoader)"
 _EFFECTS: dict[CodeType, str] = {
-    logging.Logger._log.__code__: "logging",  # called for enabled levels only
     subprocess.Popen.__init__.__code__: "subprocess",
     torch.save.__code__: "torch.save",
 }
+if "_log" in vars(logging.Logger):  # else captures are refused
+    _EFFECTS[logging.Logger._log.__code__] = "logging"  # called for enabled levels only
 # Packages that print and write for their callers.
 _RECORDERS = frozenset(
     (
