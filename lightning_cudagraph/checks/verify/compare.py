@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_cudagraph.errors import VerificationError
 
-__all__ = ["distance", "names_that_differ", "rounding", "verification_error"]
+__all__ = ["distance", "names_that_differ", "rounding", "size", "verification_error"]
 
 _Values = dict[str, Tensor]
 _Pair = tuple[str, Tensor, Tensor]
@@ -95,6 +95,11 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
+def size(tensor: Tensor) -> float:
+    """The largest element, without its sign."""
+    return float(_wide(tensor).abs().max()) if tensor.numel() else 0.0
+
+
 def rounding(expected: Tensor, before: Tensor | None = None) -> float:
     """The largest difference that another kernel or algorithm can explain.
 
@@ -105,11 +110,11 @@ def rounding(expected: Tensor, before: Tensor | None = None) -> float:
     if not (expected.is_floating_point() or expected.is_complex()) or not expected.numel():
         return 0.0
     epsilon = torch.finfo(expected.dtype).eps
-    size = float(_wide(expected).abs().max())
-    allowed = min(_ROUNDING_UNITS * epsilon, _ROUNDING_AT_MOST) * size
+    largest = size(expected)
+    allowed = min(_ROUNDING_UNITS * epsilon, _ROUNDING_AT_MOST) * largest
     if before is not None:
         # At least one unit in the last place: the result is a multiple of it.
-        allowed = min(allowed, max(epsilon * size, _PART_OF_UPDATE * distance(expected, before)))
+        allowed = min(allowed, max(epsilon * largest, _PART_OF_UPDATE * distance(expected, before)))
     return allowed
 
 

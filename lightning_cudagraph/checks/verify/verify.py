@@ -9,9 +9,9 @@ Replay and eager step agree if
 - every bit is equal; or
 - replays from one state differ from each other (kernels with atomics do, some of them seldom, so up to
   16 replays are compared), and the eager step is about as far from them; or
-- another eager step, with the same ops and numbers (`tape.py`), agrees in one of these ways: atomics
-  moved the first one further than others. Two eager steps alone would be no measure: host code that
-  counts its calls makes them differ too; or
+- replays differ from each other, and another eager step, with the same ops and numbers (`tape.py`), is
+  about as far from them: atomics moved the first one further than others. Eager steps alone would be no
+  measure, host code that counts its calls or takes turns makes them differ too: none may be far off; or
 - the difference is rounding: a graph can have other kernels than an eager step (a library that chooses
   an algorithm by the memory it is given), but they are the same in every replay. A difference in the
   last places counts as rounding only if the first check of the graph showed one too, before anything on
@@ -35,6 +35,7 @@ from lightning_cudagraph.checks.verify.compare import (
     distance,
     names_that_differ,
     rounding,
+    size,
     verification_error,
 )
 from lightning_cudagraph.checks.verify.memory import host_free_bytes
@@ -61,6 +62,9 @@ _REPLAYS_TO_COMPARE = 16
 # fifty times as far as most (a ResNet-18 at 32 x 32 pixels, H100: a sum near 0 decides what ReLU lets
 # through). All are done: code that takes turns shows in one of them.
 _EAGER_STEPS_TO_COMPARE = 8
+# No eager step may be further from the replays than this many times the distance between two replays,
+# relative to the size of a tensor.
+_FAR = 1000.0
 # Copies of the state: before the step, after the eager step, and, if that differs, after a first replay.
 _COPIES = 3
 # Pauses after which a replay is always checked; after later ones, within the budget.
@@ -249,7 +253,7 @@ class Verifier:
             difference: TapeDifference | None = None
             is_suspected = self._somewhere(bool(suspicion))
             if trace is not None and (is_suspected or not history.checks):
-                difference, _ = self._traced(trace, live, before)
+                difference, *_ = self._traced(trace, live, before)
             expected = self._outcome(eagerly(), live, copy)
             self._put(live, before)
             result, outputs = replay()
@@ -313,30 +317,35 @@ class Verifier:
 
         Returns:
             The first op that differs from the first check; and True if there is none in any of these
-            steps, and one agrees with the replays.
+            steps, one agrees with the replays, and none is far from them.
         """
-        is_found = False
+        is_found, are_near = False, doubted is not None and doubted.are_near(doubted.expected)
         for _ in range(_EAGER_STEPS_TO_COMPARE):
             self._put(live, before)
-            difference, agrees = self._traced(trace, live, before, doubted)
+            difference, agrees, is_near = self._traced(trace, live, before, doubted)
             is_other = difference is not None and difference.where is not None
             is_found |= agrees
-            if not self._somewhere(doubted is not None and not is_other):
+            are_near &= is_near
+            if not self._somewhere(are_near and not is_other):
                 break
-        return difference, is_found and doubted is not None and not is_other
+        return difference, is_found and are_near and not is_other
 
     def _traced(
         self, trace: Trace, live: _Values, before: _Outcome, replays: _Replays | None = None
-    ) -> tuple[TapeDifference | None, bool]:
+    ) -> tuple[TapeDifference | None, bool, bool]:
         """Run the step on the op tape from the state before it, and restore that state.
 
         Returns:
-            The first op that differs from the first check, and True if the values agree with `replays`.
+            The first op that differs from the first check; True if the values agree with `replays`, and
+            True if they are near them.
         """
         failed = False
         try:
             difference, outputs = trace()
-            return difference, replays is not None and replays.agree_with({**outputs, **live})
+            if replays is None:
+                return difference, False, False
+            eager = {**outputs, **live}
+            return difference, replays.agree_with(eager), replays.are_near(eager)
         except (CUDAGraphError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # under a mode of the dispatcher some of torch's own code fails
@@ -347,7 +356,7 @@ class Verifier:
         if failed:
             # Suspended generators of torch (of checkpointing) hold hooks until they are collected.
             gc.collect()
-        return None, False
+        return None, False, False
 
     def _somewhere(self, is_here: bool) -> bool:
         """True if any process of the run says so."""
@@ -470,11 +479,22 @@ class _Replays:
 
     def agree_with(self, eager: _Values) -> bool:
         """True if these are the numbers of another eager step from the same state."""
-        if eager.keys() != self.first.keys():
+        if not self.spread or eager.keys() != self.first.keys():
             return False
         differing = names_that_differ(eager, self.first)
         others = replace(self, expected=eager)
-        return not differing or (others.are_unsteady(differing) and others.allow(differing, self.first))
+        return others.are_unsteady(differing) and others.allow(differing, self.first)
+
+    def are_near(self, eager: _Values) -> bool:
+        """True if atomics could explain how far an eager step is from the replays."""
+        if not self.spread or eager.keys() != self.first.keys():
+            return False
+        noise = max(apart / (size(self.first[name]) or 1.0) for name, apart in self.spread.items())
+        return all(
+            distance(eager[name], self.first[name]) <= _FAR * noise * size(self.first[name])
+            for name in names_that_differ(eager, self.first)
+            if self.first[name].is_floating_point()
+        )
 
     def allow(self, differing: list[str], found: _Values) -> bool:
         """True if all differences are in the last places, or like those between replays."""
