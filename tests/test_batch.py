@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, UserDict, defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import PureWindowsPath
 from typing import Any, NamedTuple
@@ -283,6 +284,21 @@ def test_a_step_is_lent_tensors_of_its_own() -> None:
         first.requires_grad_().sum().backward()
         assert first.tolist() == [number] * 3
         assert first.grad.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: setattr(x, "seen", 1), r"sets an attribute of `batch\[0\]`"),
+        (lambda x: setattr(x, "data", torch.ones(3)), r"gives `batch\[0\]` other memory"),
+        (lambda x: x.requires_grad_(), ""),
+    ],
+)
+def test_what_a_step_does_to_its_tensors(change: Any, said: str) -> None:
+    loan = StaticBatch([torch.zeros(3)]).lend()
+    change(loan.batch[0])
+    with pytest.raises(CaptureError, match=said) if said else nullcontext():
+        loan.refuse_changes()
 
 
 class _Named(dict[str, Tensor]):

@@ -111,6 +111,16 @@ class Critics(GAN):
         return loss
 
 
+class Adversarial(GAN):
+    """Moves the batch along its gradient, as adversarial training does."""
+
+    def learn_critic(self, real: Tensor) -> Tensor:
+        real.requires_grad_()
+        self.manual_backward(self.critic(real).mean())
+        assert real.grad is not None
+        return super().learn_critic(real.detach() + 0.1 * real.grad.sign())
+
+
 class Accumulates(GAN):
     """Gradients of two halves of a batch, added up by hand; a metric; nothing returned."""
 
@@ -285,6 +295,11 @@ def test_paths(tmp_path: Path, accelerator: str, build: Any, captures: int) -> N
     assert run.counts.captures == captures
     assert run.counts.replayed > 4 * BATCHES
     assert run.counts.eager == {}
+
+
+def test_the_gradient_of_a_batch(tmp_path: Path, accelerator: str) -> None:
+    run = both(tmp_path, accelerator, Adversarial)
+    assert run.counts.replayed > BATCHES
 
 
 def test_a_scheduler_in_the_step(tmp_path: Path, accelerator: str) -> None:

@@ -10,9 +10,11 @@ import contextvars
 import csv
 import functools
 import hashlib
+import queue
 import random
 import re
 import sqlite3
+import struct
 import threading
 import types
 import weakref
@@ -174,7 +176,9 @@ def test_modules_of_two_objects_have_one_path() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [sqlite3.connect(":memory:"), hashlib.sha256(), csv.writer(StringIO())], ids=str
+    "value",
+    [sqlite3.connect(":memory:"), hashlib.sha256(), csv.writer(StringIO())],
+    ids=lambda value: type(value).__name__,
 )
 def test_objects_that_hide_their_state(value: Any) -> None:
     assert hides_state(value)
@@ -186,6 +190,7 @@ def test_objects_that_hide_their_state(value: Any) -> None:
         *({}, {}.keys(), iter([]), np.zeros(1), array.array("d"), memoryview(b"")),
         *(np.random.default_rng(), random.Random(), re.compile("x"), StringIO(), threading.RLock()),
         *(torch.zeros(1), torch.Generator(), nn.Linear(1, 1), nn.Linear.forward, torch, int, len),
+        *(struct.Struct("f"), queue.SimpleQueue()),  # no state, or one that the collector shows
         *(weakref.ref(Holder), contextvars.ContextVar("x"), _numbers(), functools.cache(_numbers)),
     ],
     ids=lambda value: type(value).__name__,
@@ -226,6 +231,21 @@ def test_a_use_that_no_walk_sees_is_refused_before_it_happens(tmp_path: Path, ac
     eager = train(make(CountsInADatabase), tmp_path / "eager", callback, accelerator=accelerator)
     assert_same(plain, eager)
     assert plain.module.counted() == eager.module.counted()  # type: ignore[union-attr, operator]
+
+
+class Hashes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = hashlib.sha256()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.update(b"step")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_method_with_the_name_of_a_lists(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError, match=r"a use of `HASH.update`"):
+        train(make(Hashes), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
 
 
 def test_a_use_in_a_hook_on_the_host(tmp_path: Path, accelerator: str) -> None:

@@ -9,7 +9,7 @@ and after the step are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,8 +48,12 @@ class GradientHabits:
         self._alive: dict[int, nn.Parameter] = {}  # so that no id is reused
 
     @contextmanager
-    def learning(self) -> Iterator[None]:
-        """Watch one eager step."""
+    def learning(self, lent: Collection[int] = ()) -> Iterator[None]:
+        """Watch one eager step.
+
+        Args:
+            lent: memory of tensors that the step has of its own, such as those of a batch.
+        """
         known = self._known()
         before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in known.values()]
         self._alive |= {id(parameter): parameter for parameter in known.values()}
@@ -62,7 +66,9 @@ class GradientHabits:
         seen = (self._works_on | self._adds) - self._pure_drops - self._unknown
         self._seen = [parameter for parameter in known.values() if id(parameter) in seen]
         self._strangers += [
-            leaf for leaf in watch.leaves.values() if id(leaf) not in ids and leaf.grad is not None
+            leaf
+            for leaf in watch.leaves.values()
+            if id(leaf) not in ids and leaf.grad is not None and storage_id(leaf) not in lent
         ]
 
     def _note(
@@ -128,7 +134,7 @@ class NoGradients(GradientHabits):
         super().__init__(dict, device_type)
 
     @contextmanager
-    def learning(self) -> Iterator[None]:
+    def learning(self, lent: Collection[int] = ()) -> Iterator[None]:
         yield
 
 

@@ -6,7 +6,7 @@ The effects of a capture on the host are undone; those that a replay would leave
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -163,6 +163,10 @@ class StepRecorder:
                 state[f"the gradient of a parameter that the step only adds to ({index})"] = gradient
         state |= self._optimizers.state_tensors()
         return state | {f"parameter `{name}`": value for name, value in self.parameters().items()}
+
+    def lent(self, arguments: Arguments) -> Collection[int]:
+        """The memory of arguments whose gradients the caller does not see."""
+        return ()
 
     def warmed_up(self, arguments: Arguments, habits: GradientHabits) -> None:
         """Note that the last eager call was a warm-up step."""

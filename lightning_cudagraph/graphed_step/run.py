@@ -10,9 +10,10 @@ verification, the counts, and the limit on graphs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,12 +101,12 @@ class _Specialization:
         )
 
     @contextmanager
-    def learning(self) -> Iterator[None]:
-        """Watch a warm-up step."""
+    def learning(self, lent: Collection[int]) -> Iterator[None]:
+        """Watch a warm-up step, to which some memory is lent."""
         with ExitStack() as stack:
             stack.enter_context(self.guards.effects.watched())
             if not self.engine.has_graphs:
-                stack.enter_context(self.habits.learning())
+                stack.enter_context(self.habits.learning(lent))
             yield
 
 
@@ -298,7 +299,7 @@ class StepRun:
             kept=lambda: not self._owns_gradients,
             is_broken=self._replicas.is_broken,
             mend=self._replicas.reset,
-            learning=kind.learning,
+            learning=partial(kind.learning, recorder.lent(arguments)),
             specialization=kind.mode,
             beside=arguments.beside,
         )

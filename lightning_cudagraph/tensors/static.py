@@ -141,7 +141,9 @@ class Loan:
         self.batch = map_leaves(batch, lent)
         self._leaves = flatten_batch(self.batch)
         self._structure = structure_of(batch)
-        self._versions = [(alias, alias._version) for alias in aliases.values()]
+        self._lent = [
+            (alias, alias._version, alias.data_ptr(), dict(vars(alias))) for alias in aliases.values()
+        ]
 
     def refuse_changes(self, written: Sequence[Tensor] = ()) -> None:
         """Refuse a run that has changed the batch: hooks would see another batch than in an eager step.
@@ -166,12 +168,23 @@ class Loan:
                 )
         # Writes that bypass autograd, such as `x.data.mul_(2)`, raise no version.
         memory = {storage_id(tensor) for tensor in written}
-        for alias, version in self._versions:
+        for alias, version, address, attributes in self._lent:
+            path = next(path for path, leaf in self._leaves if leaf is alias)
             if alias._version != version or storage_id(alias) in memory:
-                path = next(path for path, leaf in self._leaves if leaf is alias)
                 raise CaptureError(
                     f"The training step writes into `{path}` in place.",
                     "Write into a copy: `x = x.clone()`.",
+                )
+            if alias.data_ptr() != address:
+                raise CaptureError(
+                    f"The training step gives `{path}` other memory (`.data = ...`).",
+                    "Give the result a name of its own: `x = x * 2`.",
+                )
+            now = vars(alias)
+            if now.keys() != attributes.keys() or any(now[n] is not attributes[n] for n in now):
+                raise CaptureError(
+                    f"The training step sets an attribute of `{path}`, which a replay would not do.",
+                    "Keep what it computes in a variable, or return it.",
                 )
 
 

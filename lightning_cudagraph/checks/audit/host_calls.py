@@ -354,7 +354,10 @@ class HostCalls:
     def _c_call(self, frame: FrameType, function: Any) -> None:
         receiver = getattr(function, "__self__", None)
         name = function.__name__
-        if name in _CHANGES or isinstance(receiver, Random):
+        if id(receiver) in self._refused_uses:
+            if (asker := self._asker(frame)) is not None:
+                self._refuse_effect(f"{type(receiver).__qualname__}.{name}", asker, frame)
+        elif name in _CHANGES or isinstance(receiver, Random):
             if id(receiver) not in self._touched and self._state.watches(receiver):
                 self._touch(receiver, frame)
         elif function in _CLOCKS:
@@ -380,8 +383,6 @@ class HostCalls:
                     self._refuse_effect(label, asker, frame)
                 else:
                     self._refuse_read(label, asker)
-        elif id(receiver) in self._refused_uses and (asker := self._asker(frame)) is not None:
-            self._refuse_effect(f"{type(receiver).__qualname__}.{name}", asker, frame)
 
     def _touch(self, receiver: Any, frame: FrameType) -> None:
         if (where := user_frame(self._asker(frame))) is not None:

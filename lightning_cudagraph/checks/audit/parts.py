@@ -55,7 +55,7 @@ PRIVATE = "_*"
 READ_WHOLE = (StringIO, BytesIO, torch.Generator, logging.Logger)
 # Top-level modules of classes written in C whose objects a walk sees by their referents, or that have no
 # state of the user's; a lock is taken and released.
-_SEEN_OTHERWISE = frozenset({"builtins", "_thread", "torch"})
+_SEEN_OTHERWISE = frozenset({"builtins", "_thread", "_queue", "_struct", "torch"})
 PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _SEQUENCES: tuple[Any, ...] = (list, deque, tuple)
 _SETS: tuple[Any, ...] = (set, frozenset)

@@ -8,7 +8,7 @@ each replay, as in evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,8 +33,9 @@ from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, Ste
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun, StepSettings
 from lightning_cudagraph.graphed_step.step import GraphedStep
-from lightning_cudagraph.tensors.batch import map_leaves
+from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
 from lightning_cudagraph.tensors.host_values import HostReads, value_of
+from lightning_cudagraph.tensors.writes import storage_id
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.config.settings import Settings
@@ -270,6 +271,10 @@ class _ManualRecorder(StepRecorder):
         batch, *indices = args
         beside = {_INDEX: indices[0]} if indices and self.is_index_noted else {}
         return _BatchArguments(batch, 1, beside, tuple(indices))
+
+    def lent(self, arguments: Arguments) -> Collection[int]:
+        leaves = flatten_batch(arguments.batch)
+        return {storage_id(leaf) for _, leaf in leaves if isinstance(leaf, Tensor)}
 
     def warmed_up(self, arguments: Arguments, habits: GradientHabits) -> None:
         self.logs.warmed_up(habits, arguments.batch)
