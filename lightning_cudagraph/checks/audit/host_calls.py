@@ -43,7 +43,7 @@ __all__ = ["HostCalls", "HostRules", "allowance", "frozen_read", "uses_refused"]
 
 _AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step."
 _BEFORE = (
-    "To log it, do so in `on_train_batch_end`. To compute with it, read it in a hook that runs on the"
+    "To log it, do so in `on_train_batch_start`. To compute with it, read it in a hook that runs on the"
     " host at every step, such as `on_train_batch_start`, and hand the result to the step in a"
     " registered buffer, written with `copy_` or `fill_`; or pass it with the batch, as a tensor."
 )
