@@ -36,7 +36,6 @@ MAX_LINES = 60
 BY_ANOTHER = {
     "accumulation": "logged_values",
     "attention_masks": "item_and_print",
-    "paths": "logged_values",
 }
 
 

@@ -153,11 +153,14 @@ def allowance(name: str) -> str:
     return f' If nothing depends on it, allow it: `CUDAGraphCallback(harmless=["{name}"])`.'
 
 
-def frozen_read(name: str, where: Location | None, remedy: str = _BEFORE) -> CaptureError:
-    """The error for a read of a value that would be frozen."""
+def frozen_read(
+    name: str, where: Location | None, remedy: str = _BEFORE, computed: str = ""
+) -> CaptureError:
+    """The error for a read of a value that would be frozen, or of a number computed from it."""
+    what = f"`{computed}`, computed from `{name}`" if computed else f"`{name}`"
     return CaptureError(
-        f"A CUDA graph cannot hold a read of `{name}`, which would stay what it is in this step.",
-        remedy + allowance(_short(name)) + see("logged_values"),
+        f"A CUDA graph cannot hold a read of {what}, which would stay what it is in this step.",
+        remedy + allowance(_short(name)) + see("paths" if computed else "logged_values"),
         location=where,
     )
 
