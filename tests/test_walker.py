@@ -174,7 +174,9 @@ def test_modules_of_two_objects_have_one_path() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [sqlite3.connect(":memory:"), hashlib.sha256(), csv.writer(StringIO())], ids=str
+    "value",
+    [sqlite3.connect(":memory:"), hashlib.sha256(), csv.writer(StringIO())],
+    ids=lambda value: type(value).__name__,
 )
 def test_objects_that_hide_their_state(value: Any) -> None:
     assert hides_state(value)
