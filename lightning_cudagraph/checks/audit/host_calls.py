@@ -30,7 +30,13 @@ import torch
 
 from lightning_cudagraph.checks.audit.handed_out import is_of_optimizers, note_handed_out
 from lightning_cudagraph.checks.audit.host_draws import generator_state, is_iterator
-from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, first_line, line_that_sets, stores
+from lightning_cudagraph.checks.audit.host_lines import (
+    CHANGES,
+    NUMPYS_OWN,
+    first_line,
+    line_that_sets,
+    stores,
+)
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
@@ -69,14 +75,6 @@ _EFFECTS_IN_C: dict[Any, str] = {
 }
 _READS_OF_FILES = frozenset({"read", "readline", "readlines", "readinto"})
 _WRITES_TO_FILES = frozenset({"write", "writelines"})
-# Methods that change a built-in container.
-_CHANGES = frozenset(
-    (
-        *("append", "appendleft", "extend", "extendleft", "insert", "add", "update", "setdefault"),
-        *("pop", "popleft", "popitem", "remove", "discard", "clear", "sort", "reverse", "rotate"),
-        *("difference_update", "intersection_update", "symmetric_difference_update", "move_to_end"),
-    )
-)
 _READS: dict[CodeType, str] = {torch.load.__code__: "torch.load"}
 if _NEXT in vars(_BaseDataLoaderIter):  # else captures are refused
     _READS[vars(_BaseDataLoaderIter)[_NEXT].__code__] = "next(DataLoader)"
@@ -357,7 +355,7 @@ class HostCalls:
     def _c_call(self, frame: FrameType, function: Any) -> None:
         receiver = getattr(function, "__self__", None)
         name = function.__name__
-        if name in _CHANGES or isinstance(receiver, Random):
+        if name in CHANGES or isinstance(receiver, Random):
             if id(receiver) not in self._touched and self._state.watches(receiver):
                 self._touch(receiver, frame)
         elif function in _CLOCKS:
