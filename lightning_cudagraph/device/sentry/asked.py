@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +81,7 @@ def of_host_read(where: Location | None, remedy: str) -> str:
     """The remedy for a read of a value by an assertion or by torch's own code; else the given one."""
     if where is None:
         return remedy
-    if where.called is None and where.source.startswith("assert "):
+    if where.called is None and re.search(r"\bassert[ (]", where.source):
         return (
             "Leave the assertion out of the step; or count in a buffer how often it fails, and read the"
             " count now and then in `on_train_batch_end`, which runs on the host after every step."
