@@ -67,6 +67,8 @@ def test_an_item_of_the_batch_that_is_replaced(
     with pytest.raises(UnsupportedError, match=r"replaces `batch\['x'\]`") as caught:
         trained(PutsFloatsBack, "raise", CUDAGraphCallback())
     assert "`batch = copy.copy(batch)`" in str(caught.value)
+    assert caught.value.location is not None
+    assert caught.value.location.source == 'batch["x"] = batch["x"].float()'
     plain = trained(PutsFloatsBack, "plain", None)
     eager = trained(PutsFloatsBack, "eager", CUDAGraphCallback(on_unsupported="eager"))
     assert_same(plain, eager)
@@ -74,6 +76,64 @@ def test_an_item_of_the_batch_that_is_replaced(
     copies = trained(PutsFloatsIntoACopy, "copies", CUDAGraphCallback())
     assert not differences(plain.final["weights"], copies.final["weights"])
     assert copies.counts.replayed > 10
+
+
+class TakesOut(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = batch.pop("y")
+        return super().training_step((batch["x"].float(), y), batch_idx)
+
+
+class Deletes(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = batch["y"]
+        del batch["y"]
+        return super().training_step((batch["x"].float(), y), batch_idx)
+
+
+class Adds(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch["more"] = [batch["x"].float(), batch["y"] + 1]
+        return super().training_step((batch["x"].float(), batch["y"]), batch_idx)
+
+
+class TakesOutByAName(Net):
+    key = "y"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        labels = {"y": batch.pop(self.key)}
+        return super().training_step((batch["x"].float(), labels["y"]), batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("cls", "what", "line"),
+    [
+        (TakesOut, "takes `batch['y']` out of its batch", 'y = batch.pop("y")'),
+        (Deletes, "takes `batch['y']` out of its batch", 'del batch["y"]'),
+        (
+            Adds,
+            "adds `batch['more'][0]`, `batch['more'][1]` to its batch",
+            'batch["more"] = [batch["x"].float(), batch["y"] + 1]',
+        ),
+        (TakesOutByAName, "takes `batch['y']` out of its batch", None),
+    ],
+    ids=["pop", "del", "set", "by a name"],
+)
+def test_an_item_that_is_added_or_taken_out(
+    tmp_path: Path, accelerator: str, cls: type[Net], what: str, line: str | None
+) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        train(
+            make(cls),
+            tmp_path,
+            CUDAGraphCallback(),
+            accelerator=accelerator,
+            train_loader=bytes_loader(),
+        )
+    (finding,) = caught.value.findings
+    assert finding.what == f"The training step {what}."
+    assert (finding.location and finding.location.source) == line
+    assert not caught.value.search_ended_by
 
 
 class WritesPastAutograd(Net):

@@ -105,13 +105,13 @@ FAULTS = {
     "step": Fault(
         'self.log("step", float(self.global_step))',
         "a read of `self.global_step`",
-        "To log it, do so in `on_train_batch_end`",
+        "To log it, do so in `on_train_batch_start`",
         "logged_values",
     ),
     "clock": Fault(
         'self.log("seconds", time.perf_counter())',
         "a read of `time.perf_counter()`",
-        "To log it, do so in `on_train_batch_end`",
+        "To log it, do so in `on_train_batch_start`",
         "logged_values",
     ),
     "numpy": Fault(

@@ -165,23 +165,30 @@ def test_fp16(tmp_path: Path, accelerator: str) -> None:
     assert graph.counts.captures == 2
 
 
-REFUSED: dict[str, Callable[[Any], Any]] = {
-    "the index": lambda index: index,
-    "with as many values": lambda index: 0.5 * index,
-    "in a set": lambda index: index in {1, 2},
-    "seldom the same": lambda index: 1 + index // 10,
-    "too many comparisons": lambda index: index in range(100, 200),
+# With what is computed from the index where it is that, and the page that shows what to do.
+REFUSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "the index": (lambda index: index, "", "logged_values"),
+    "with as many values": (lambda index: 0.5 * index, "0.5 * batch_idx", "paths"),
+    "in a set": (lambda index: index in {1, 2}, "", "logged_values"),
+    "seldom the same": (lambda index: 1 + index // 10, "1 + (batch_idx // 10)", "paths"),
+    "too many comparisons": (lambda index: index in range(100, 200), "", "logged_values"),
 }
 
 
 @pytest.mark.spread(2)
-@pytest.mark.parametrize("read", REFUSED.values(), ids=REFUSED)
-def test_refused(tmp_path: Path, accelerator: str, read: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(("read", "computed", "recipe"), REFUSED.values(), ids=REFUSED)
+def test_refused(
+    tmp_path: Path, accelerator: str, read: Callable[[Any], Any], computed: str, recipe: str
+) -> None:
     def use(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
         return loss * read(batch_idx)
 
-    with pytest.raises(CaptureError, match=r"read of `batch_idx`.*\n  found at .*test_paths.py"):
+    with pytest.raises(CaptureError) as caught:
         both(tmp_path, accelerator, use, max_epochs=1)
+    named = f"`{computed}`, computed from `batch_idx`" if computed else "`batch_idx`"
+    assert f"read of {named}, which would stay" in caught.value.what
+    assert caught.value.location.path == __file__
+    assert caught.value.remedy.endswith(f"See docs/recipes/{recipe}.md.")
 
 
 def test_control_without_notes_of_reads(

@@ -12,6 +12,7 @@ In a text, `...` is anything.
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ MAX_LINES = 60
 BY_ANOTHER = {
     "accumulation": "logged_values",
     "attention_masks": "item_and_print",
-    "paths": "logged_values",
 }
 
 
@@ -171,6 +171,22 @@ def test_each_form_does_what_its_page_says(page: Path, name: str, tmp_path: Path
     else:
         assert not stage.eager, summary
         assert not [text for text in _texts(page) if says(str(summary), text)], summary
+
+
+def test_a_number_logged_before_the_step_is_that_of_the_step(tmp_path: Path) -> None:
+    page = RECIPES / "logged_values.md"
+    _, refused = run(page, "FailsOnLearningRate", tmp_path / "plain", graphs=False)
+    _, works = run(page, "Works", tmp_path / "graphs", graphs=True)
+    rates, steps = _column(works, "lr"), _column(works, "step")
+    assert rates == _column(refused, "lr")
+    assert steps == [float(step) for step in range(10)]
+    assert len(set(rates)) == len(steps)
+
+
+def _column(trace: Trace, name: str) -> list[float]:
+    """What was logged under a name, in order."""
+    rows = [*csv.DictReader(trace.csv.splitlines())]
+    return [float(row[name]) for row in rows if row.get(name)]
 
 
 def _texts(page: Path) -> list[str]:

@@ -215,7 +215,7 @@ def test_reasons_are_below_their_stage() -> None:
 
 def test_what_has_ended_the_run_is_the_second_line() -> None:
     ended = "KeyboardInterrupt after step 9"
-    line = f"  ended     by {ended}; what had not been read of the last times is left out"
+    line = f"  ended     by {ended}; times of the last steps are missing"
     assert report(replayed(), ended=ended).splitlines()[1] == line
     assert eager_report(NOTHING, [], ended=ended).splitlines()[1:] == [line]
 

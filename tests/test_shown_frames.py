@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import traceback
 import warnings
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
@@ -17,6 +20,7 @@ from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.device.sentry.asked import of_library
 from lightning_cudagraph.errors import Location
 from tests.harness import Net, make, train
+from tests.loops import device_of
 
 HERE = str(Path(__file__))
 
@@ -136,3 +140,33 @@ def test_remedies_of_libraries(file: str, function: str, said: str) -> None:
     library = Location(f"/lib/site-packages/{file}", 1, "", function=function)
     for where in (library, Location("/home/train.py", 3, "", called=library)):
         assert said in of_library(where, "as before")
+
+
+def _plain_check(x: Tensor) -> None:
+    assert torch.all(x < 99), "too large"
+
+
+def _branch(x: Tensor) -> Tensor:
+    return x if x.sum() < 99 else -x
+
+
+READS: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "a branch": (_branch, "Keep the value on the device"),
+    "an assertion": (_plain_check, "Leave the assertion out of the step"),
+    "torch": (lambda x: F.gaussian_nll_loss(x, x, x.exp()), "`gaussian_nll_loss` of torch reads"),
+    "a module of torch": (lambda x: nn.GaussianNLLLoss()(x, x, x.exp()), "`gaussian_nll_loss` of torch"),
+    "a check of torch": (
+        lambda x: torch.distributions.Poisson(x.exp(), validate_args=True),
+        "Pass `validate_args=False`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_remedies_by_who_reads(accelerator: str, name: str) -> None:
+    read, said = READS[name]
+    step = GraphedStep(read, nn.Linear(1, 1), warmup_steps=1)
+    x = torch.ones(4, device=device_of(accelerator))
+    with step, pytest.raises(CaptureError) as caught:
+        deque(map(step, [x, x, x]))
+    assert caught.value.remedy.startswith(said)

@@ -24,7 +24,7 @@ from lightning_cudagraph.device.refusals import clear_frames
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.sentry.first_refusal import Gathered, gathering
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
-from lightning_cudagraph.tensors.static import StaticBatch
+from lightning_cudagraph.tensors.static import BatchChange, StaticBatch
 
 __all__ = ["Diagnosis"]
 
@@ -129,7 +129,7 @@ class Diagnosis:
         except UnsupportedError as error:
             self._found.add(error)
             clear_frames(error)
-            return error.reason
+            return "" if isinstance(error.subject, BatchChange) else error.reason  # at the end of it
         except Exception as error:  # code that cannot go on behind what was refused
             clear_frames(error)
             return f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ same for a string or a number: the Python of a later check reads the value of it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, 
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, held, hold, is_host_value
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["Loan", "StaticBatch"]
+__all__ = ["BatchChange", "Loan", "StaticBatch"]
+
+_MAX_NAMED = 3
 
 
 class _Pattern:
@@ -113,6 +116,29 @@ def _matches(
     return True
 
 
+@dataclass(frozen=True)
+class BatchChange:
+    """The subject of an error for a step that changes the containers of its batch.
+
+    Attributes:
+        paths: the paths of what the step has taken out, added or replaced.
+    """
+
+    paths: tuple[str, ...]
+
+
+def _changed(what: str, remedy: str, *paths: str) -> CaptureError:
+    error = CaptureError(what, remedy)
+    error.subject = BatchChange(paths)
+    return error
+
+
+def _named(paths: Sequence[str]) -> str:
+    more = len(paths) - _MAX_NAMED
+    named = ", ".join(f"`{path}`" for path in paths[:_MAX_NAMED])
+    return named + (f" and {more} more" if more > 0 else "")
+
+
 class Loan:
     """The static batch for one run of the step, in containers and tensor objects of its own.
 
@@ -155,16 +181,25 @@ class Loan:
             CaptureError: naming the tensor that was written or replaced, or a change of the containers.
         """
         if structure_of(self.batch) != self._structure:
-            raise CaptureError(
-                "The training step adds to the containers of its batch, or takes from them.",
+            before = [path for path, _ in self._leaves]
+            after = [path for path, _ in flatten_batch(self.batch)]
+            added = [path for path in after if path not in before]
+            taken = [path for path in before if path not in after]
+            words = [f"adds {_named(added)} to its batch"] if added else []
+            words += [f"takes {_named(taken)} out of its batch"] if taken else []
+            raise _changed(
+                f"The training step {' and '.join(words) or 'changes the containers of its batch'}.",
                 "Copy the container first: `batch = dict(batch)`.",
+                *taken,
+                *added,
             )
         for (path, lent), (_, leaf) in zip(self._leaves, flatten_batch(self.batch), strict=True):
             if leaf is not lent:
-                raise CaptureError(
+                raise _changed(
                     f"The training step replaces `{path}` in its batch.",
                     f"Give it a name of its own, as in `x = {path}.float()`, or copy the container"
                     " first: `batch = copy.copy(batch)`.",
+                    path,
                 )
         # Writes that bypass autograd, such as `x.data.mul_(2)`, raise no version.
         memory = {storage_id(tensor) for tensor in written}

@@ -90,8 +90,8 @@ _HANDS_OUT = (
     *(Optimizer, LightningOptimizer, LRScheduler, DataLoader, CombinedLoader),
 )
 _LOG_THE_RATE = (
-    "Log it with Lightning's `LearningRateMonitor`, or in `on_train_batch_end`, which runs on the host"
-    " after every step."
+    "Log it with Lightning's `LearningRateMonitor`, or in `on_train_batch_start`, which has the rate of"
+    " this step."
 )
 # Objects that Lightning itself changes in every step.
 RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader)

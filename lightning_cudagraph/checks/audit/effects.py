@@ -18,7 +18,12 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.frozen import effect_error
 from lightning_cudagraph.checks.audit.host_calls import uses_refused
-from lightning_cudagraph.checks.audit.host_lines import is_set_elsewhere, line_that_sets, nearest_line
+from lightning_cudagraph.checks.audit.host_lines import (
+    is_set_elsewhere,
+    line_that_changes,
+    line_that_sets,
+    nearest_line,
+)
 from lightning_cudagraph.checks.audit.host_objects import (
     VALUES,
     is_users_module,
@@ -31,6 +36,7 @@ from lightning_cudagraph.device.sentry.own_modes import not_compiled
 from lightning_cudagraph.device.sentry.sentry import is_users
 from lightning_cudagraph.errors import CaptureError, StaleGraphError
 from lightning_cudagraph.tensors.signatures import make_room
+from lightning_cudagraph.tensors.static import BatchChange
 
 __all__ = ["Effects", "optimizer_roots"]
 
@@ -131,6 +137,8 @@ class Effects:
                 node.put_back(parts)
             if isinstance(error, CaptureError) and error.location is None:
                 self._refuse(found, captured().users_code)  # an effect has a line
+                if isinstance(error.subject, BatchChange):
+                    error.location = line_that_changes(error.subject.paths, captured().users_code)
             raise
         if is_gathering():
             for node, parts in before:

@@ -69,7 +69,8 @@ def moving_number(reads: HostReads, name: str, value: int, max_graphs: int) -> H
         return len({read.of(number) for number in ahead}) > max(max_graphs, 2)
 
     def refuse_read(read: HostRead) -> None:
-        refuse(frozen_read(read.path, user_location()))
+        computed = "" if read.text == read.path else read.text
+        refuse(frozen_read(read.path, user_location(), computed=computed))
 
     return reads.beside_batch(name, value, has_many, refuse_read)
 

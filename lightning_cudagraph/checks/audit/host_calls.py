@@ -30,7 +30,13 @@ import torch
 
 from lightning_cudagraph.checks.audit.handed_out import is_of_optimizers, note_handed_out
 from lightning_cudagraph.checks.audit.host_draws import generator_state, is_iterator
-from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, first_line, line_that_sets, stores
+from lightning_cudagraph.checks.audit.host_lines import (
+    CHANGES,
+    NUMPYS_OWN,
+    first_line,
+    line_that_sets,
+    stores,
+)
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
@@ -43,7 +49,7 @@ __all__ = ["HostCalls", "HostRules", "allowance", "frozen_read", "uses_refused"]
 
 _AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step."
 _BEFORE = (
-    "To log it, do so in `on_train_batch_end`. To compute with it, read it in a hook that runs on the"
+    "To log it, do so in `on_train_batch_start`. To compute with it, read it in a hook that runs on the"
     " host at every step, such as `on_train_batch_start`, and hand the result to the step in a"
     " registered buffer, written with `copy_` or `fill_`; or pass it with the batch, as a tensor."
 )
@@ -69,14 +75,6 @@ _EFFECTS_IN_C: dict[Any, str] = {
 }
 _READS_OF_FILES = frozenset({"read", "readline", "readlines", "readinto"})
 _WRITES_TO_FILES = frozenset({"write", "writelines"})
-# Methods that change a built-in container.
-_CHANGES = frozenset(
-    (
-        *("append", "appendleft", "extend", "extendleft", "insert", "add", "update", "setdefault"),
-        *("pop", "popleft", "popitem", "remove", "discard", "clear", "sort", "reverse", "rotate"),
-        *("difference_update", "intersection_update", "symmetric_difference_update", "move_to_end"),
-    )
-)
 _READS: dict[CodeType, str] = {torch.load.__code__: "torch.load"}
 if _NEXT in vars(_BaseDataLoaderIter):  # else captures are refused
     _READS[vars(_BaseDataLoaderIter)[_NEXT].__code__] = "next(DataLoader)"
@@ -153,11 +151,14 @@ def allowance(name: str) -> str:
     return f' If nothing depends on it, allow it: `CUDAGraphCallback(harmless=["{name}"])`.'
 
 
-def frozen_read(name: str, where: Location | None, remedy: str = _BEFORE) -> CaptureError:
-    """The error for a read of a value that would be frozen."""
+def frozen_read(
+    name: str, where: Location | None, remedy: str = _BEFORE, computed: str = ""
+) -> CaptureError:
+    """The error for a read of a value that would be frozen, or of a number computed from it."""
+    what = f"`{computed}`, computed from `{name}`" if computed else f"`{name}`"
     return CaptureError(
-        f"A CUDA graph cannot hold a read of `{name}`, which would stay what it is in this step.",
-        remedy + allowance(_short(name)) + see("logged_values"),
+        f"A CUDA graph cannot hold a read of {what}, which would stay what it is in this step.",
+        remedy + allowance(_short(name)) + see("paths" if computed else "logged_values"),
         location=where,
     )
 
@@ -357,7 +358,7 @@ class HostCalls:
         if id(receiver) in self._refused_uses:
             if (asker := self._asker(frame)) is not None:
                 self._refuse_effect(f"{type(receiver).__qualname__}.{name}", asker, frame)
-        elif name in _CHANGES or isinstance(receiver, Random):
+        elif name in CHANGES or isinstance(receiver, Random):
             if id(receiver) not in self._touched and self._state.watches(receiver):
                 self._touch(receiver, frame)
         elif function in _CLOCKS:

@@ -6,6 +6,7 @@ import dis
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain, pairwise
 from types import CodeType
 from typing import Any
 
@@ -15,11 +16,30 @@ from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.device.sentry.sentry import is_installed, location_in
 from lightning_cudagraph.errors import Location
 
-__all__ = ["NUMPYS_OWN", "first_line", "is_set_elsewhere", "line_that_sets", "nearest_line", "stores"]
+__all__ = [
+    "CHANGES",
+    "NUMPYS_OWN",
+    "first_line",
+    "is_set_elsewhere",
+    "line_that_changes",
+    "line_that_sets",
+    "nearest_line",
+    "stores",
+]
 
 # The generator that the functions of `numpy.random` draw from.
 NUMPYS_OWN: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
+# Methods that change a built-in container.
+CHANGES = frozenset(
+    (
+        *("append", "appendleft", "extend", "extendleft", "insert", "add", "update", "setdefault"),
+        *("pop", "popleft", "popitem", "remove", "discard", "clear", "sort", "reverse", "rotate"),
+        *("difference_update", "intersection_update", "symmetric_difference_update", "move_to_end"),
+    )
+)
 _ITEM = "[]"
+_OF_ITEMS = ("STORE_SUBSCR", "DELETE_SUBSCR")
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _NOWHERE = 3
 
 
@@ -82,6 +102,34 @@ def nearest_line(change: Moved, codes: Sequence[CodeType]) -> Location | None:
     return location_in(codes[0], codes[0].co_firstlineno) if codes else None
 
 
+def line_that_changes(paths: Iterable[str], codes: Sequence[CodeType]) -> Location | None:
+    """The first line that sets, takes out or deletes an item or a field, by its path in a batch.
+
+    Args:
+        paths: such as `batch['x']`. Keys are found where they are written out in the code.
+        codes: user code that has run, in the order of its first runs.
+    """
+    named = (reversed(re.findall(r"\[(.*?)\]|\.(\w+)", path)) for path in paths)
+    for item, attribute in chain.from_iterable(named):
+        for code in _own(codes):
+            lines = _lines_of_item(item, code) if item else stores(code)
+            for name, line in lines:
+                if item or name == attribute:
+                    return location_in(code, line)
+    return None
+
+
+def _lines_of_item(key: str, code: CodeType) -> Iterator[tuple[str, int]]:
+    """The lines that change the item with a key, given as its `repr`: `x[key] = ...`, `x.pop(key)`."""
+    parts = [part for part in _instructions(code) if part[0] != "EXTENDED_ARG"]
+    for (_, name, _), (op, _, line) in pairwise(parts):
+        if op in _OF_ITEMS and repr(name) == key:
+            yield key, line
+    for (_, name, _), (op, constant, line) in pairwise(parts):
+        if op in _CONSTANTS and repr(constant) == key and name in CHANGES:
+            yield key, line
+
+
 def stores(code: CodeType) -> Iterator[tuple[str, int]]:
     """The names that code sets or deletes, without local variables, with lines; `[]` for items."""
     return ((name, line) for name, line, is_set in _named(code) if is_set)
@@ -95,13 +143,18 @@ def _names(code: CodeType) -> Iterator[tuple[str, int]]:
 @lru_cache(maxsize=4096)
 def _named(code: CodeType) -> tuple[tuple[str, int, bool], ...]:
     """The names in code without local variables and constants, with lines; True for those it sets."""
-    lines = {at: line for start, end, line in code.co_lines() if line for at in range(start, end)}
     found = []
-    for instruction in dis.get_instructions(code):
-        op, name = instruction.opname, instruction.argval
-        line = lines.get(instruction.offset, code.co_firstlineno)
-        if op in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
+    for op, name, line in _instructions(code):
+        if op in (*_OF_ITEMS, "STORE_SLICE"):
             found.append((_ITEM, line, True))
         elif isinstance(name, str) and not op.startswith(("STORE_FAST", "DELETE_FAST", "LOAD_CONST")):
             found.append((name, line, op.startswith(("STORE_", "DELETE_"))))
     return tuple(found)
+
+
+def _instructions(code: CodeType) -> Iterator[tuple[str, Any, int]]:
+    """The operations of code with their arguments and lines."""
+    lines = {at: line for start, end, line in code.co_lines() if line for at in range(start, end)}
+    for instruction in dis.get_instructions(code):
+        line = lines.get(instruction.offset, code.co_firstlineno)
+        yield instruction.opname, instruction.argval, line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from lightning_cudagraph.errors import Location, see
 
-__all__ = ["FiniteChecks", "of_library", "of_nan_check"]
+__all__ = ["FiniteChecks", "of_host_read", "of_library", "of_nan_check"]
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 Words = tuple[str, str]  # the description for the user, and the remedy
 
@@ -72,6 +75,28 @@ def of_library(where: Location | None, remedy: str) -> str:
                 return reader.remedy
         where = where.called
     return remedy
+
+
+def of_host_read(where: Location | None, remedy: str) -> str:
+    """The remedy for a read of a value by an assertion or by torch's own code; else the given one."""
+    if where is None:
+        return remedy
+    if where.called is None and re.search(r"\bassert[ (]", where.source):
+        return (
+            "Leave the assertion out of the step; or count in a buffer how often it fails, and read the"
+            " count now and then in `on_train_batch_end`, which runs on the host after every step."
+            + see("nan_checks")
+        )
+    while where.called is not None:
+        where = where.called
+    if not where.path.startswith(_TORCH):
+        return remedy
+    is_named = where.function != "forward" and not where.function.startswith(("_", "<"))
+    name = f"`{where.function}`" if is_named else "A function"
+    return (
+        f"{name} of torch reads the value in its own code: compute the same with other functions, or"
+        " outside of the step." + see("item_and_print")
+    )
 
 
 def of_nan_check() -> Words:

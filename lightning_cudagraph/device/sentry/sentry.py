@@ -28,7 +28,7 @@ from torch import Tensor
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.generators import Generators
-from lightning_cudagraph.device.sentry.asked import FiniteChecks, of_library, of_nan_check
+from lightning_cudagraph.device.sentry.asked import FiniteChecks, of_host_read, of_library, of_nan_check
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.collective_hooks import run_collective
 from lightning_cudagraph.device.sentry.first_refusal import one_finding, refuse
@@ -354,10 +354,12 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
     refusal = _refusal(func, name, args, kwargs)
     if refusal is not None and _works_on(device_type, args, kwargs):
         where = user_location()
-        if refusal == _HOST_VALUE:
-            is_nan_check = any(sentry.finite_checks.knows(args[0]) for sentry in _standing)
-            refusal = of_nan_check() if is_nan_check else refusal
-        forbid(refusal[0], of_library(where, refusal[1]), where)
+        if refusal == _HOST_VALUE and any(one.finite_checks.knows(args[0]) for one in _standing):
+            refusal = of_nan_check()
+        what, remedy = refusal
+        if remedy == _HOST_VALUE[1]:
+            remedy = of_host_read(where, remedy)
+        forbid(what, of_library(where, remedy), where)
 
 
 def _refusal(

@@ -93,8 +93,7 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
 
 def ended_lines(ended: str) -> list[str]:
     """Name the exception that ended a run; no line without one."""
-    text = "what had not been read of the last times is left out"
-    return [f"  ended     by {ended}; {text}"] if ended else []
+    return [f"  ended     by {ended}; times of the last steps are missing"] if ended else []
 
 
 def note_lines(notes: Sequence[str]) -> list[str]:
