@@ -30,6 +30,8 @@ def test_resumed_in_both_directions(
     tmp_path: Path, accelerator: str, form: str, precision: str, clip: str, schedule: str
 ) -> None:
     assert form in FORMS
+    if _TABLE["gpu" if accelerator == "gpu" else "cpu"][form].startswith("x"):
+        pytest.skip("fails without the callback too")
     is_fused = "fused" in form
     if is_fused and clip != "no clip" and precision == "16-mixed":
         pytest.skip("Lightning itself does not clip for fused optimizers in mixed precision")

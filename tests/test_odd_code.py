@@ -273,6 +273,12 @@ class IndexesWithIndex(Net):
         return super().training_step(batch, batch_idx)["loss"] + self.head.weight[batch_idx % 2].sum()
 
 
+class SetsTheLrInside(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05
+
+
 SAME: list[type[Net]] = [
     ZeroesEveryFourth,
     ClassAttribute,
@@ -301,6 +307,7 @@ SAME: list[type[Net]] = [
     Adversarial,
     IndexesWithIndex,
     OneHot,
+    SetsTheLrInside,
 ]
 
 
@@ -376,12 +383,6 @@ class ReturnsIndex(Net):
         return {"loss": super().training_step(batch, batch_idx)["loss"], "index": batch_idx}
 
 
-class SetsTheLrInside(Net):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.05
-
-
 class SwapsStorageInside(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.head.bias.data = self.head.bias.data * 0.9
@@ -414,7 +415,6 @@ REFUSED: dict[type[Net], str] = {
     FloatTimesIndex: "`batch_idx`",
     CountsToIndex: "`batch_idx`",
     ReturnsIndex: "read of `batch_idx`",
-    SetsTheLrInside: "sets a learning rate",
     SwapsStorageInside: "gives `head.bias` another storage",
     WritesIntoTheBatch: r"writes into `batch\[0\]` in place",
 }

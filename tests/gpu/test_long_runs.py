@@ -18,7 +18,7 @@ from lightning_cudagraph.device.backend import CudaBackend
 from tests.harness import differences
 
 _DEVICE = torch.device("cuda", 0)
-_REPLAYS = 5000
+_REPLAYS = 2000
 _BATCHES = 16
 _EAGER_STEPS = 500
 _LOOKS = (_EAGER_STEPS, *(_REPLAYS * quarter // 4 for quarter in (1, 2, 3, 4)))
