@@ -64,6 +64,12 @@ class ReadsBack(Own):
         p.add_(p.grad, alpha=-group["lr"] / (1.0 + p.grad.norm().item()))
 
 
+class BranchesOnTheDevice(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if p.grad.norm().item() > 0.1:
+            p.add_(p.grad, alpha=-group["lr"])
+
+
 class WantsAFloat(Own):
     def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not isinstance(group["lr"], float):

@@ -19,6 +19,7 @@ from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, Unsupport
 from tests.harness import Net, assert_same, cosine, make, train
 from tests.optimizers import (
     Adan,
+    BranchesOnTheDevice,
     CallsTwice,
     Chooses,
     CountsInGroup,
@@ -63,6 +64,7 @@ BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
     "counts on itself": (CountsOnItself, None, r"`steps` of `tests.optimizers.CountsOnItself` changed"),
     "counts-in-group": (CountsInGroup, None, "`k` of param group 0 of .* changed"),
     "chooses": (Chooses, cosine, "gives `where` a number that is another one in each step"),
+    "branches": (BranchesOnTheDevice, None, r"reads from the device.*found at .*optimizers.py"),
     "takes a root": (TakesARoot, cosine, "a number that C code has made of one that moves"),
     "wraps": (Wraps, None, r"keeps a `torch.optim.sgd.SGD` with param groups of its own"),
     "options of NumPy's": (

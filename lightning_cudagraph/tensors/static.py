@@ -139,6 +139,11 @@ def _named(paths: Sequence[str]) -> str:
     return named + (f" and {more} more" if more > 0 else "")
 
 
+def _attributes(tensor: Tensor) -> dict[str, Any]:
+    # Torch's compiler keeps notes there.
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_dynamo")}
+
+
 class Loan:
     """The static batch for one run of the step, in containers and tensor objects of its own.
 
@@ -168,7 +173,7 @@ class Loan:
         self._leaves = flatten_batch(self.batch)
         self._structure = structure_of(batch)
         self._lent = [
-            (alias, alias._version, alias.data_ptr(), dict(vars(alias))) for alias in aliases.values()
+            (alias, alias._version, alias.data_ptr(), _attributes(alias)) for alias in aliases.values()
         ]
 
     def refuse_changes(self, written: Sequence[Tensor] = ()) -> None:
@@ -215,7 +220,7 @@ class Loan:
                     f"The training step gives `{path}` other memory (`.data = ...`).",
                     "Give the result a name of its own: `x = x * 2`.",
                 )
-            now = vars(alias)
+            now = _attributes(alias)
             if now.keys() != attributes.keys() or any(now[n] is not attributes[n] for n in now):
                 raise CaptureError(
                     f"The training step sets an attribute of `{path}`, which a replay would not do.",

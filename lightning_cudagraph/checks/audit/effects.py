@@ -44,22 +44,26 @@ __all__ = ["Effects", "optimizer_roots"]
 _OF_OPTIMIZER = "the optimizer"
 
 
-def optimizer_roots(optimizers: Iterable[Optimizer], with_options: bool) -> Iterator[Root]:
+def optimizer_roots(
+    optimizers: Iterable[Optimizer], with_options: bool, by_name: bool = False
+) -> Iterator[Root]:
     """Roots for what a step may change of optimizers: attributes, groups, and values in their state.
 
     Args:
         with_options: with the options of the class, such as the learning rate.
+        by_name: with what the step can have read, by the names that it mentions.
     """
     for optimizer in optimizers:
         of = f"{_OF_OPTIMIZER} `{type(optimizer).__qualname__}`"
-        yield Root(optimizer, "", of, frozenset({"state", "param_groups", PRIVATE}), True)
+        left_out = frozenset({"state", "param_groups", PRIVATE})
+        yield Root(optimizer, "", of, left_out, True, by_name=by_name)
         for index, group in enumerate(optimizer.param_groups):
             left_out = frozenset({"params"} if with_options else {"params", *optimizer.defaults})
-            yield Root(group, f"param_groups[{index}]", of, left_out, True)
+            yield Root(group, f"param_groups[{index}]", of, left_out, True, by_name=by_name)
         for index, entries in enumerate(optimizer.state.values()):
             if isinstance(entries, dict):
                 tensors = (name for name, value in entries.items() if isinstance(value, Tensor))
-                yield Root(entries, f"state[{index}]", of, frozenset(tensors), True)
+                yield Root(entries, f"state[{index}]", of, frozenset(tensors), True, by_name=by_name)
 
 
 class Effects:

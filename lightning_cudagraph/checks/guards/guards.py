@@ -84,6 +84,7 @@ class OutsideModel:
             optimizer state.
         callees: objects with methods that the steps call.
         roots: the user's objects that a step may change.
+        read: those of which a step may read what it mentions.
     """
 
     around: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +92,7 @@ class OutsideModel:
     containers: Callable[[], list[Collection[Any]]] = list
     callees: Callable[[], Sequence[object]] = list
     roots: Callable[[], list[Root]] = list
+    read: Callable[[], list[Root]] = list
 
 
 class Guards:
@@ -205,6 +207,7 @@ class Guards:
             Root(sys.argv, "sys.argv", "the process"),
             *self._roots_of_modules(self._model, "", reads),
             *self._roots_of_names(mentioned),
+            *self._external.read(),
             *outside,
         ]
         for name, framework_object in self._external.around.items():
