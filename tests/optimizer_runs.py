@@ -210,7 +210,7 @@ def replayed(run: Run, backend: Backend) -> tuple[list[Any], int]:
 
     for index in range(STEPS):
         run.put_gradients(index)
-        prepared.refresh()
+        prepared.note_moves()
         prepared.hyperparameters()
         if index < WARMUP_STEPS or (scaler is not None and not scaler.applied):
             with backend.on_side_stream():

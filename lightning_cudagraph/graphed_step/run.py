@@ -267,7 +267,7 @@ class StepRun:
             self._last.engine.leave()
 
     def _refresh(self, result: StepResult | None) -> None:
-        self._optimizers.refresh()
+        self._optimizers.note_moves()
 
     def _step(
         self,

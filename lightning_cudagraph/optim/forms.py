@@ -1,9 +1,8 @@
 """Capture forms of optimizer classes, and refusals.
 
-* torch's own optimizers are captured in the user's configuration: the host arithmetic of their step is
-  traced (`traced.py`), and computed again in each replay.
-* Unknown classes are captured by inspection, if they keep nothing on the host that moves from step to
-  step. Their learning rate is replaced by a tensor, and `TensorScalarMode` lets ops take it as a number.
+* Optimizers are captured in the user's configuration: the host arithmetic of their step is traced
+  (`traced.py`), and computed again in each replay. Of torch's own, so are counters in host memory.
+* Unknown classes are inspected: they must keep nothing on the host that moves from step to step.
 * Optimizers that read values back from the device step eagerly after the replay of forward and backward.
 """
 

@@ -108,8 +108,8 @@ class EagerOptimizer:
     def check_state(self) -> None:
         """Prepare the state for a capture, or raise an `UnsupportedError`."""
 
-    def refresh(self) -> None:
-        """Copy the learning rates into their mirrors, on the current stream."""
+    def note_moves(self) -> None:
+        """Find out which options a scheduler moves in every step."""
 
     @contextmanager
     def step_arithmetic(self, capturing: bool = False) -> Iterator[None]:
@@ -322,7 +322,7 @@ class PreparedOptimizer(EagerOptimizer):
         found["the number of hooks around the step of the optimizer"] = step_hooks(self.optimizer)
         return found
 
-    def refresh(self) -> None:
+    def note_moves(self) -> None:
         for prepared in self._groups:
             prepared.note_moves()
 

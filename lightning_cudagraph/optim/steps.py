@@ -155,10 +155,10 @@ class OptimizerSteps:
         """True if each stepped optimizer has made its state: a scaler can skip the first steps."""
         return self.scaler is None or not self.scaler.waits
 
-    def refresh(self) -> None:
-        """Copy the learning rates into their mirrors, on the current stream."""
+    def note_moves(self) -> None:
+        """Find out which options schedulers move in every step."""
         for prepared in self._prepared:
-            prepared.refresh()
+            prepared.note_moves()
 
     def check(self) -> None:
         """Raise an `UnsupportedError` if the optimizers cannot be captured as they are now."""

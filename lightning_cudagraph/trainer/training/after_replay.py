@@ -49,7 +49,7 @@ class AfterReplay:
         for attribute in turn.recomputed:
             attribute.hand_over()
         turn.run(closure)
-        optimizer.refresh()
+        optimizer.note_moves()
         self._metrics.adopt()
         if change := self._guards.changed():
             raise HookError(

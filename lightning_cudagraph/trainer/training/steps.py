@@ -111,7 +111,7 @@ class TrainingSteps:
 
         def eagerly() -> Any:
             """Step eagerly, with the arithmetic of the captured step."""
-            part.optimizer.refresh()
+            part.optimizer.note_moves()
             with part.arithmetic(optimizer, capturing=False):
                 self._is_in_optimizer = True
                 try:
@@ -366,7 +366,7 @@ class TrainingSteps:
     def _refresh(self, accumulation: AccumulationPhase, outputs: StepOutputs | None) -> None:
         """Bring host values (learning rates, metric states, logs) to where the graph reads them."""
         if accumulation.steps:
-            self._part.optimizer.refresh()
+            self._part.optimizer.note_moves()
         self._run.metrics.adopt()
         self._run.logs.before_replay(None if outputs is None else outputs.logs)
 
