@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,6 +105,18 @@ class TakesARoot(Own):
 
     def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.add_(p.grad, alpha=-math.sqrt(group["lr"]))
+
+
+class TakesARootInABranch(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"] if math.sqrt(group["lr"]) < 0.09 else -0.01)
+
+
+class TakesARootByNumPy(Own):
+    """It computes with what it has got, NaN."""
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"] * float(np.sqrt(1 - group["lr"])))
 
 
 class CallsTwice(Own):

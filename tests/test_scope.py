@@ -30,6 +30,8 @@ from tests.optimizers import (
     Own,
     ReadsBack,
     TakesARoot,
+    TakesARootByNumPy,
+    TakesARootInABranch,
     WantsAFloat,
     Wraps,
 )
@@ -65,7 +67,9 @@ BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
     "counts-in-group": (CountsInGroup, None, "`k` of param group 0 of .* changed"),
     "chooses": (Chooses, cosine, "gives `where` a number that is another one in each step"),
     "branches": (BranchesOnTheDevice, None, r"reads from the device.*found at .*optimizers.py"),
-    "takes a root": (TakesARoot, cosine, "a number that C code has made of one that moves"),
+    "takes a root": (TakesARoot, cosine, "gives `math.sqrt` a number that is another one"),
+    "branches on a root": (TakesARootInABranch, cosine, "gives `math.sqrt` a number"),
+    "takes a root by NumPy": (TakesARootByNumPy, cosine, "converts a number that it computes"),
     "wraps": (Wraps, None, r"keeps a `torch.optim.sgd.SGD` with param groups of its own"),
     "options of NumPy's": (
         lambda p: O.AdamW(p, betas=(np.float64(0.9), np.float64(0.99))),

@@ -140,7 +140,7 @@ class StepEngine(Generic[T]):
 
         Args:
             step: the step.
-            refresh: brings what the host knows up to date; called with None before a capture, and
+            refresh: notes moves of options, adopts sums; called with None before a capture, and
                 before a replay with its static outputs.
             signature: the signature of the batch, if the caller knows it.
 

@@ -248,10 +248,10 @@ class StepRun:
             kind.signature = signature  # that of the graph: others will differ by what later steps read
         if self._reads.version != version:
             # Steps of several kinds have warmed up what has no graph.
-            for other in kinds:
-                if not other.engine.has_graphs:
-                    other.engine.close()
-            kinds = [other for other in kinds if other.engine.has_graphs]
+            mixed = [each for each in kinds if not (each.engine.has_graphs or each.engine.given_up)]
+            for other in mixed:
+                other.engine.close()
+            kinds = [each for each in kinds if each not in mixed]
             self._last = kind if kind in kinds else None
         self._specializations = {other.signature: other for other in kinds}
         return outcome

@@ -47,6 +47,13 @@ class HostProgram:
         Args:
             value: a number, or a 0-dim tensor in host memory.
         """
+        if isinstance(value, float) and value != value:
+            raise CaptureError(
+                "The step of the optimizer computes with NaN, or with a number that C code has made of"
+                " one that moves.",
+                "Use another optimizer to have its step in the graph too.",
+                in_optimizer=True,
+            )
         same = (value.dtype, value.item()) if isinstance(value, Tensor) else value
         key = ("constant", type(value), same)
         if key not in self._nodes:
@@ -132,8 +139,8 @@ class HostProgram:
 class HostScalar(float):
     """A traced number: a float that records its operations in a program.
 
-    To C code, which reads the memory of a float (`math.sqrt`), it is NaN: such a number is refused where
-    it comes to an op, and would be frozen otherwise.
+    To C code, which reads the memory of a float, it is NaN. What such code makes of it is refused where
+    it comes to an op or to another traced number. The functions of `math` refuse it at once.
     """
 
     program: HostProgram
@@ -166,6 +173,7 @@ class HostScalar(float):
         )
 
     __float__ = __int__ = __trunc__ = __round__ = __floor__ = __ceil__ = _refuse
+    __divmod__ = __rdivmod__ = _refuse
     __hash__ = float.__hash__
 
 

@@ -13,6 +13,7 @@ the device as in Python.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -165,7 +166,7 @@ class TracedStep(OwnFunctionMode):
             return self._device_number(args[0].detach().to(torch.float64, copy=True))
         if any(id(leaf) in self._device_numbers for leaf in leaves):
             return self._with_device_numbers(func, args, kwargs, leaves)
-        if any(type(leaf) is float and leaf != leaf for leaf in leaves):
+        if any(_is_nan(leaf) for leaf in leaves):
             name = getattr(func, "__name__", str(func))
             raise _refused(f"gives `{name}` a NaN, or a number that C code has made of one that moves")
         is_scalar = any(isinstance(leaf, HostScalar) for leaf in leaves)
@@ -234,9 +235,18 @@ class TracedStep(OwnFunctionMode):
 
     @contextmanager
     def selecting(self) -> Iterator[None]:
-        """Let `max` and `min` of the optimizer's module take the step's numbers without a branch."""
+        """Let `max` and `min` of the optimizer's module take the step's numbers without a branch.
+
+        Functions of `math` refuse them: they would read NaN.
+        """
         with ExitStack() as stack:
             module: dict[str, Any] = self._step.__globals__
+            functions = {id(value): name for name, value in vars(math).items() if callable(value)}
+            for namespace in (vars(math), module):
+                for name, value in [*namespace.items()]:
+                    if id(value) in functions:
+                        stack.callback(namespace.__setitem__, name, value)
+                        namespace[name] = _refusing(value, functions[id(value)])
             for builtin, is_better in ((max, torch.gt), (min, torch.lt)):
                 name = builtin.__name__
                 if name not in module:
@@ -403,6 +413,21 @@ class TracedStep(OwnFunctionMode):
             )
         end = ends.pop()
         return None if end == self._starts[id(alike)] else end
+
+
+def _is_nan(leaf: Any) -> bool:
+    return isinstance(leaf, float) and not isinstance(leaf, HostScalar) and leaf != leaf
+
+
+def _refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of `math` that refuses traced numbers."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, HostScalar) for arg in args):
+            raise _refused(f"gives `math.{name}` a number that is another one in each step")
+        return function(*args, **kwargs)
+
+    return refuse
 
 
 def _fills(index: Any, value: Any) -> bool:

@@ -313,8 +313,8 @@ class HostReads:
 
     def narrow(self, kinds: tuple[type, ...], why: str) -> None:
         """Let these kinds count again, as before a `widen` that was of no use."""
+        self.version += kinds != self.kinds
         self.kinds, self.why = kinds, why
-        self.version += 1
 
     @property
     def note(self) -> str:

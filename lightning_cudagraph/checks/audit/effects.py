@@ -195,10 +195,12 @@ def _use_noted(walk: Walk, used: dict[int, Any]) -> Callable[[Any], None]:
 
     def note(function: Any) -> None:
         receiver = getattr(function, "__self__", None)
+        if receiver is None or not walk.watches(receiver):
+            return
         kind = type(receiver)
         if kind not in hiding:
             hiding[kind] = hides_state(receiver)
-        if hiding[kind] and walk.watches(receiver):
+        if hiding[kind]:
             used[id(receiver)] = receiver
 
     return note

@@ -56,6 +56,7 @@ READ_WHOLE = (StringIO, BytesIO, torch.Generator, logging.Logger)
 # Top-level modules of classes written in C whose objects a walk sees by their referents, or that have no
 # state of the user's; a lock is taken and released.
 _SEEN_OTHERWISE = frozenset({"builtins", "_thread", "_queue", "_struct", "torch"})
+_OF_COPIES = ("__getstate__", "__getnewargs__", "__getnewargs_ex__")
 PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _SEQUENCES: tuple[Any, ...] = (list, deque, tuple)
 _SETS: tuple[Any, ...] = (set, frozenset)
@@ -516,6 +517,8 @@ def hides_state(value: Any) -> bool:
     copies = {getattr(kind, name) for name in ("__reduce__", "__reduce_ex__")}
     is_plain = copies == {object.__reduce__, object.__reduce_ex__}
     if not is_plain or _hidden(value) is not None or _bytes_of(value) is not None:
+        return False
+    if any(isinstance(getattr(kind, name, None), FunctionType) for name in _OF_COPIES):  # user code
         return False
     try:
         object.__reduce_ex__(value, 2)

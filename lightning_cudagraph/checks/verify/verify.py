@@ -63,8 +63,8 @@ _REPLAYS_TO_COMPARE = 16
 # through). All are done: code that takes turns shows in one of them.
 _EAGER_STEPS_TO_COMPARE = 8
 # No eager step may be further from the replays than this many times the distance between two replays,
-# relative to the size of a tensor.
-_FAR = 1000.0
+# and than this part of the size of a tensor.
+_FAR, _FAR_AT_MOST = 1000.0, 1e-2
 # Copies of the state: before the step, after the eager step, and, if that differs, after a first replay.
 _COPIES = 3
 # Pauses after which a replay is always checked; after later ones, within the budget.
@@ -320,15 +320,18 @@ class Verifier:
             steps, one agrees with the replays, and none is far from them.
         """
         is_found, are_near = False, doubted is not None and doubted.are_near(doubted.expected)
+        difference: TapeDifference | None = None
         for _ in range(_EAGER_STEPS_TO_COMPARE):
             self._put(live, before)
-            difference, agrees, is_near = self._traced(trace, live, before, doubted)
+            now, agrees, is_near = self._traced(trace, live, before, doubted)
+            if difference is None or difference.where is None:
+                difference = now
             is_other = difference is not None and difference.where is not None
             is_found |= agrees
-            are_near &= is_near
-            if not self._somewhere(are_near and not is_other):
+            are_near &= is_near and not is_other
+            if not self._somewhere(are_near):
                 break
-        return difference, is_found and are_near and not is_other
+        return difference, is_found and are_near
 
     def _traced(
         self, trace: Trace, live: _Values, before: _Outcome, replays: _Replays | None = None
@@ -490,10 +493,11 @@ class _Replays:
         if not self.spread or eager.keys() != self.first.keys():
             return False
         noise = max(apart / (size(self.first[name]) or 1.0) for name, apart in self.spread.items())
+        far = min(_FAR * noise, _FAR_AT_MOST)
         return all(
-            distance(eager[name], self.first[name]) <= _FAR * noise * size(self.first[name])
+            distance(eager[name], self.first[name]) <= far * size(self.first[name])
             for name in names_that_differ(eager, self.first)
-            if self.first[name].is_floating_point()
+            if self.first[name].is_floating_point() or self.first[name].is_complex()
         )
 
     def allow(self, differing: list[str], found: _Values) -> bool:
