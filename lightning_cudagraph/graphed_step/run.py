@@ -318,7 +318,8 @@ class StepRun:
             return self._last
         signature = self._signature(arguments, mode)
         if signature not in self._specializations:
-            make_room(self._specializations, lambda kind: not kind.engine.has_graphs)
+            for kind in make_room(self._specializations, lambda kind: not kind.engine.has_graphs):
+                kind.engine.close()
             self._specializations[signature] = self._specialized(signature, mode, arguments.batch)
         return self._specializations[signature]
 

@@ -18,16 +18,21 @@ _MAX_REMEMBERED = 64
 _MANY = 5
 
 
-def make_room(known: dict[K, V], is_idle: Callable[[V], bool] = lambda value: True) -> None:
+def make_room(known: dict[K, V], is_idle: Callable[[V], bool] = lambda value: True) -> list[V]:
     """Forget the oldest idle entry if too many signatures are remembered.
 
     A loader of which no two batches look alike (a string in each) would otherwise fill the memory.
+
+    Returns:
+        What was forgotten.
     """
+    forgotten: list[V] = []
     while len(known) >= _MAX_REMEMBERED:
         oldest = next((key for key, value in known.items() if is_idle(value)), None)
         if oldest is None:
-            return
-        del known[oldest]
+            break
+        forgotten.append(known.pop(oldest))
+    return forgotten
 
 
 class Signatures:

@@ -18,7 +18,7 @@ import logging
 import operator
 import sys
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -196,6 +196,7 @@ class Walk:
         self._queue: deque[Root] = deque()
         self._unread: deque[Root] = deque()
         self.hidden: dict[str, nn.Module] = {}
+        self._paths: Counter[str] = Counter()
         self.add(*self._roots)
 
     def add(self, *roots: Root) -> None:
@@ -404,8 +405,9 @@ class Walk:
         del self._seen[id(root.value)]
         path = root.path or type(root.value).__qualname__
         # Of another object, such as the model of an earlier run, a path can be the same.
-        same = sum(name.partition(" (")[0] == path for name in self.hidden)
-        self.hidden[f"{path} ({same + 1})" if same else path] = root.value
+        self._paths[path] += 1
+        same = self._paths[path]
+        self.hidden[f"{path} ({same})" if same > 1 else path] = root.value
         found = self._scope.modules(root.value, root.path, root.of)
         self._enqueue(replace(r, is_read=r.is_read and root.is_read) for r in found)
 

@@ -166,7 +166,7 @@ def _report(
     fit = summary.fit
     stale: list[str] = []
     for what, reasons in fit.recaptures_of().items():
-        if len(reasons) > 1:
+        if len(reasons) > 1 and what.endswith(" changed"):
             found += (_unstable(what, len(reasons)),)
         else:
             stale.append(f"the graph was captured again, because {reasons[0]}")
