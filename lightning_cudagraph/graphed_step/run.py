@@ -144,6 +144,7 @@ class StepRun:
         self._processes = processes
         self._wording = wording
         self._reads = reads
+        self._notes: list[str] = []  # of kinds that were dropped
         self._specializations: dict[Signature, _Specialization] = {}
         self._last: _Specialization | None = None
         of.surroundings.check()
@@ -190,7 +191,7 @@ class StepRun:
     @property
     def notes(self) -> list[str]:
         """Notes for the report."""
-        notes = [*self._context.verifier.notes]
+        notes = [*self._context.verifier.notes, *self._notes]
         notes += [note for each in self._specializations.values() for note in each.engine.notes]
         off = notes_of_captures(self.backend.device)
         return list(dict.fromkeys([*notes, *off]))
@@ -250,6 +251,7 @@ class StepRun:
             # Steps of several kinds have warmed up what has no graph.
             mixed = [each for each in kinds if not (each.engine.has_graphs or each.engine.given_up)]
             for other in mixed:
+                self._notes += other.engine.notes
                 other.engine.close()
             kinds = [each for each in kinds if each not in mixed]
             self._last = kind if kind in kinds else None
