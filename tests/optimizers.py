@@ -112,6 +112,18 @@ class TakesARootInABranch(Own):
         p.add_(p.grad, alpha=-group["lr"] if math.sqrt(group["lr"]) < 0.09 else -0.01)
 
 
+class TakesTheRealPart(Own):
+    """An attribute in C."""
+
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"].real)
+
+
+class MultipliesByTheRealPart(Own):
+    def update(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-group["lr"] * group["lr"].real)
+
+
 class TakesARootByNumPy(Own):
     """It computes with what it has got, NaN."""
 

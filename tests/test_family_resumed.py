@@ -38,7 +38,7 @@ def test_resumed_in_both_directions(
     if is_fused and (schedule == "OneCycle" or precision == "64-true"):
         pytest.skip("its kernel takes momentum as a number, and steps behind the graph")
     if form == "SGD(fused, momentum)" and precision == "16-mixed":
-        pytest.skip("its first step overflows, and torch then reads memory that nobody wrote")
+        pytest.skip("its first step overflows, and torch then reads uninitialized memory")
     quiet()
     cell = (precision, clip, schedule)
     of_plain, of_graph = tmp_path / "plain.ckpt", tmp_path / "graph.ckpt"

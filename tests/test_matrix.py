@@ -31,6 +31,8 @@ pytestmark = [
     # `copy.copy` of an iterator is how a place looks without drawing.
     pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`"),
+    # A place in the datamodule, changed in a hook of the module.
+    pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`"),
 ]
 
 # Outside of Python's memory: seen by checks after pauses, and between them by nothing (docs/steps.md).

@@ -184,7 +184,7 @@ def test_a_number_logged_before_the_step_is_that_of_the_step(tmp_path: Path) -> 
 
 
 def _column(trace: Trace, name: str) -> list[float]:
-    """What was logged under a name, in order."""
+    """Values logged under a name, in order."""
     rows = [*csv.DictReader(trace.csv.splitlines())]
     return [float(row[name]) for row in rows if row.get(name)]
 

@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from types import BuiltinFunctionType, FrameType
 from typing import Any
 
 import torch
@@ -241,7 +241,11 @@ class TracedStep(OwnFunctionMode):
         """
         with ExitStack() as stack:
             module: dict[str, Any] = self._step.__globals__
-            functions = {id(value): name for name, value in vars(math).items() if callable(value)}
+            functions = {
+                id(value): name
+                for name, value in vars(math).items()
+                if isinstance(value, BuiltinFunctionType)
+            }
             for namespace in (vars(math), module):
                 for name, value in [*namespace.items()]:
                     if id(value) in functions:
