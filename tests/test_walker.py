@@ -207,6 +207,8 @@ class CountsInADatabase(Net):
     def __init__(self) -> None:
         super().__init__()
         self.base = sqlite3.connect(":memory:")
+        # Python 3.13 warns of connections that are left open.
+        weakref.finalize(self, self.base.close)
         self.base.execute("create table seen (number integer)")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -29,6 +29,8 @@ Process = Forked | subprocess.Popen[bytes]
 # The limit of cases in which one process has something else to do than the others. All learn of it at
 # once, and nobody waits for a time limit of torch's.
 AT_ONCE_S = 30.0
+# The time in which a process that hangs writes its stacks.
+_STACKS_S = 2.0
 
 
 @dataclass
@@ -87,6 +89,7 @@ def launch(
     """
     port = free_port()
     processes: list[Process] = []
+    process: Process
     for rank in range(size):
         env = {
             **os.environ,
@@ -113,14 +116,25 @@ def launch(
         try:
             status = process.wait(timeout=max(left_s, 0.1))
         except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGUSR1)  # writes its stacks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_STACKS_S)
             process.send_signal(signal.SIGKILL)
             process.wait()
             status = None
-        told = (folder / f"said{rank}.txt").read_text(errors="replace")
+        text = (folder / f"said{rank}.txt").read_text(errors="replace")
         found = folder / f"cases{rank}.json"
         done = json.loads(found.read_text()) if found.exists() else {}
-        ended.append(Ended(status, told, done, time.monotonic()))
+        ended.append(Ended(status, text, done, time.monotonic()))
     return ended
+
+
+def told(ended: list[Ended]) -> str:
+    """What the processes said at their end."""
+    return "\n\n".join(
+        f"rank {rank} ended with {process.status}, and said: {process.said[-6000:]}"
+        for rank, process in enumerate(ended)
+    )
 
 
 def failures(ended: list[Ended], cases: Sequence[str]) -> str:

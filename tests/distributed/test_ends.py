@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import Process, assert_all_ok, launch
+from tests.distributed.launch import Process, assert_all_ok, launch, told
 
 # Less than this after one process has met its end.
 ALL_ENDED_S = 30.0
@@ -44,8 +44,8 @@ def test_an_error_in_a_step_of_one_process_ends_all(tmp_path: Path, accelerator:
     assert ended[rank].status == 1, ended
     assert "ValueError: no more cheese" in ended[rank].cases[case]
     # In a collective of the step, the connection is what it misses; then the reason is told beside it.
-    told = other.cases.get(case, "") + other.said
-    assert f"rank {rank}: ValueError: no more cheese" in told, other
+    heard = other.cases.get(case, "") + other.said
+    assert f"rank {rank}: ValueError: no more cheese" in heard, other
     if case in IN_A_CAPTURE:
         assert "ValueError in the capture: no more cheese" in ended[rank].said, ended[rank]
     apart_s = abs(ended[0].ended_s - ended[1].ended_s)
@@ -58,7 +58,7 @@ def test_an_error_before_training_in_one_process_ends_all(
 ) -> None:
     case = f"an_error_before_training_on_rank_{rank}"
     ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
-    assert [process.status for process in ended] == [1, 1], ended
+    assert [process.status for process in ended] == [1, 1], told(ended)
     assert "ValueError: no more cheese" in ended[rank].cases[case]
     # In a barrier of Lightning's, the connection is what it misses; then the reason is told beside it.
     other = ended[1 - rank]
@@ -74,7 +74,7 @@ def test_an_error_in_one_process_ends_all(
 ) -> None:
     case = f"an_error_on_rank_{rank}{where}"
     ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
-    assert [process.status for process in ended] == [1, 1], ended
+    assert [process.status for process in ended] == [1, 1], told(ended)
     assert "ValueError: no more cheese" in ended[rank].cases[case]
     other = ended[1 - rank]
     assert "PeerError: Another process of the run has failed" in other.cases[case], other.said[-2000:]
@@ -97,9 +97,9 @@ def test_a_process_that_is_killed_ends_all(tmp_path: Path, accelerator: str, whe
     case = f"killed_on_rank_1{where}"
     ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
     assert [process.status for process in ended] == [1, -signal.SIGKILL], ended
-    told = ended[0].cases.get(case, "") + ended[0].said
+    heard = ended[0].cases.get(case, "") + ended[0].said
     reason = "the connection to it was lost" if where else "The process with rank 1 is gone without a"
-    assert reason in told, ended[0]
+    assert reason in heard, ended[0]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_signal_ends_all_behind_the_same_batch(
         tmp_path, [FOR_EVER], accelerator, ALL_ENDED_S, act=act, limit_s=BEGUN_S + ALL_ENDED_S
     )
     # Lightning's exception for the signal ends Python as `sys.exit()` does.
-    assert [process.status for process in ended] == [0, 0], ended
+    assert [process.status for process in ended] == [0, 0], told(ended)
     notes = {(tmp_path / FOR_EVER / f"ended{rank}").read_text() for rank in (0, 1)}
     assert len(notes) == 1, notes
     assert notes.pop().startswith("SIGTERMException after ")
@@ -150,15 +150,15 @@ def test_ctrl_c_ends_all(tmp_path: Path, accelerator: str, ranks: tuple[int, ...
     ended = launch(
         tmp_path, [FOR_EVER], accelerator, ALL_ENDED_S, act=act, limit_s=BEGUN_S + ALL_ENDED_S
     )
-    assert [process.status for process in ended] == [1, 1], ended
+    assert [process.status for process in ended] == [1, 1], told(ended)
     for rank, process in enumerate(ended):
         note = (tmp_path / FOR_EVER / f"ended{rank}").read_text()
         # In a collective, the connection is what it misses; then the reason is told beside it.
-        told = note + process.cases.get(FOR_EVER, "") + process.said
+        heard = note + process.cases.get(FOR_EVER, "") + process.said
         if ranks == (rank,):
             assert note.startswith("KeyboardInterrupt after "), note
-            assert "KeyboardInterrupt" in told, process
+            assert "KeyboardInterrupt" in heard, process
         elif rank in ranks:  # or that of the other one, which was faster
-            assert "KeyboardInterrupt" in told, process
+            assert "KeyboardInterrupt" in heard, process
         else:
-            assert f"rank {ranks[0]}: KeyboardInterrupt" in told, process
+            assert f"rank {ranks[0]}: KeyboardInterrupt" in heard, process

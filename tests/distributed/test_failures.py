@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from lightning_cudagraph.errors import PeerError
 from lightning_cudagraph.processes import failures as module
 from lightning_cudagraph.processes.failures import Failures
+from lightning_cudagraph.processes.waiting_thread import WaitingThread
 
+THROW = WaitingThread.throw
 GPU = torch.device("cuda", 0)  # which nothing here touches
 LIMIT_S = 30.0
 
@@ -26,6 +29,7 @@ class World:
         self.aborted = threading.Event()
         self.aborts = 0
         self.stuck = threading.Event()
+        self.thrown: list[type[BaseException]] = []
 
     def abort(self) -> None:
         self.aborts += 1
@@ -37,6 +41,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made = World()
     monkeypatch.setattr(module, "_abort", made.abort)
+    monkeypatch.setattr(WaitingThread, "throw", lambda self, error: made.thrown.append(error))
     for name in ("_LOOK_EVERY_S", "_ABORT_AFTER_S", "_ABORT_TIMEOUT_S"):
         monkeypatch.setattr(module, name, 0.02)
     yield made
@@ -75,6 +80,78 @@ def test_the_device_may_wait_on_another_stream(
     monkeypatch.setattr(failures, "_is_stuck", lambda: False)
     store.set("failed", "rank 0: ValueError: no more cheese")
     assert world.aborted.wait(LIMIT_S)
+
+
+def test_main_raises_the_reason_when_its_wait_ends(
+    world: World, store: dist.HashStore, failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its next collective, which would wait for the abort, as that waits for the graphs."""
+    monkeypatch.setattr(WaitingThread, "throw", THROW)
+    went_on = False
+
+    def wait_on_the_device() -> None:
+        nonlocal went_on
+        store.set("failed", "rank 0: ValueError: no more cheese")
+        world.aborted.wait(LIMIT_S)
+        went_on = True
+
+    with pytest.raises(PeerError, match="rank 1 ends with it: rank 0: ValueError: no more") as error:
+        wait_on_the_device()
+    assert not went_on
+    assert world.aborted.is_set()
+    assert traceback.format_exception_only(error.value)[0].startswith("lightning_cudagraph.errors.Peer")
+    failures.tell(error.value, leave=lambda: None)
+
+
+def test_main_raises_once(world: World, store: dist.HashStore, failures: Failures) -> None:
+    store.set("failed", "rank 0: ValueError: no more cheese")
+    with pytest.raises(PeerError, match="no more cheese"):
+        failures.look()
+    assert world.aborted.wait(LIMIT_S)
+    assert world.thrown == []
+
+
+def test_a_main_thread_at_work_is_left_alone(
+    world: World, store: dist.HashStore, failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may write a checkpoint; and it learns of the failure at the next vote."""
+    looks = iter([False, False, False])
+    asked = threading.Event()
+
+    def moves(self: WaitingThread) -> bool:
+        try:
+            return next(looks)
+        except StopIteration:
+            asked.set()
+            return False
+
+    monkeypatch.setattr(WaitingThread, "stands_still", moves)
+    store.set("failed", "rank 0: ValueError: no more cheese")
+    assert asked.wait(LIMIT_S)
+    failures.close()
+    assert world.thrown == []
+    assert world.aborts == 0
+
+
+def test_a_thread_that_stands_still() -> None:
+    made: list[WaitingThread] = []
+    begun, end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        made.append(WaitingThread())
+        begun.set()
+        end.wait(LIMIT_S)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert begun.wait(LIMIT_S)
+    while not made[0].stands_still():
+        pass
+    assert made[0].stands_still()
+    assert not WaitingThread().stands_still()  # this one looks for the first time
+    end.set()
+    thread.join()
+    assert not made[0].stands_still()  # it is gone
 
 
 def test_who_comes_to_his_end_in_time_aborts_nothing(

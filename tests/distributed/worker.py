@@ -100,6 +100,9 @@ class _Results:
 def _watch(results: _Results, case: str, ended: threading.Event) -> None:
     """In a thread: end the wait for a process in which the case has failed."""
     while not ended.wait(_LOOK_EVERY_S):
+        # `launch` asks a process that hangs for its stacks. Lightning restores the handlers of Python at
+        # the end of a run, and this is none of those: it works without the interpreter.
+        faulthandler.register(signal.SIGUSR1)
         if results.has_failed_elsewhere(case):
             break
     if not ended.wait(_FAILED_ELSEWHERE_S):
@@ -156,6 +159,7 @@ def main(folder: Path, accelerator: str, limit_s: float, names: list[str]) -> in
             result = _run(name, cases.Here(place, rank, accelerator, size))
         finally:
             ended.set()
+            faulthandler.register(signal.SIGUSR1)
         results.note(name, result)
         if result == "ok":
             results.wait_for_others(name)  # the next one begins with all processes in the same place.
