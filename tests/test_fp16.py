@@ -51,6 +51,28 @@ class Overflows(Net):
         return output
 
 
+class SkipsBadBatches(Overflows):
+    """A fused optimizer leaves out a step whose loss is not finite, in full precision."""
+
+    def on_fit_start(self) -> None:
+        """There are buffers before there is an optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        self.register_buffer("boost", torch.ones((), device=self.device), persistent=False)
+        self.register_buffer("bad", torch.zeros((), device=self.device), persistent=False)
+        optimizer: Any = O.AdamW(self.parameters(), fused=True)
+        optimizer.found_inf = self.bad
+        return optimizer
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.boost.fill_(math.inf if self.global_step % 11 == 10 else 1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.bad.copy_(~torch.isfinite(output["loss"].detach()))
+        return output
+
+
 class Scales(Callback):
     """Keeps the scale and the growth tracker of each step."""
 
@@ -473,3 +495,18 @@ def test_resumed_with_and_without(tmp_path: Path, accelerator: str) -> None:
     assert not differences(one.history, other.history)
     assert_same(plain, graph)
     assert graph.counts.replayed >= 10
+
+
+def test_a_fused_optimizer_skips_bad_batches(tmp_path: Path, accelerator: str) -> None:
+    """The recipe of docs/recipes/nan_checks.md, with batches to skip."""
+    plain = train(make(SkipsBadBatches), tmp_path / "plain", accelerator=accelerator)
+    callback = CUDAGraphCallback()
+    graph = train(make(SkipsBadBatches), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed > 11
+    module, trainer = graph.module, graph.trainer
+    assert module is not None
+    assert trainer is not None
+    assert all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+    state = trainer.optimizers[0].state[next(module.parameters())]
+    assert 0 < float(state["step"]) < trainer.global_step

@@ -57,10 +57,12 @@ _ON_NUMBERS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _refused(what: str) -> CaptureError:
+def _refused(
+    what: str, remedy: str = "Use another optimizer to have its step in the graph too."
+) -> CaptureError:
     return CaptureError(
         f"The step of the optimizer {what}.",
-        "Use another optimizer to have its step in the graph too.",
+        remedy,
         in_optimizer=True,
         location=user_location(),
     )
@@ -168,7 +170,10 @@ class TracedStep(OwnFunctionMode):
             return self._with_device_numbers(func, args, kwargs, leaves)
         if any(_is_nan(leaf) for leaf in leaves):
             name = getattr(func, "__name__", str(func))
-            raise _refused(f"gives `{name}` a NaN, or a number that C code has made of one that moves")
+            raise _refused(
+                f"gives `{name}` a NaN, or a number that C code has made of one that moves",
+                "Compute it with Python's operators, `lr ** 0.5` for `math.sqrt(lr)`: they are traced.",
+            )
         is_scalar = any(isinstance(leaf, HostScalar) for leaf in leaves)
         is_host = any(id(leaf) in self._nodes for leaf in leaves)
         # A tensor made from device tensors is no host number; the capture itself refuses it.

@@ -148,7 +148,10 @@ class HostRules:
 
 def allowance(name: str) -> str:
     """The end of a remedy: the argument that allows `name`."""
-    return f' If nothing depends on it, allow it: `CUDAGraphCallback(harmless=["{name}"])`.'
+    return (
+        " If nothing depends on it, no hook or callback either, allow it:"
+        f' `CUDAGraphCallback(harmless=["{name}"])`.'
+    )
 
 
 def frozen_read(

@@ -14,12 +14,17 @@ from torch import Tensor
 
 from lightning_cudagraph.errors import Location, see
 
-__all__ = ["FiniteChecks", "of_host_read", "of_library", "of_nan_check"]
+__all__ = ["PACKED", "FiniteChecks", "of_host_read", "of_library", "of_nan_check"]
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 Words = tuple[str, str]  # the description for the user, and the remedy
 
+PACKED: Words = (
+    "`pack_padded_sequence`",
+    "Run the RNN on the padded batch, and take the output at the last step of each sequence,"
+    " `output[torch.arange(len(output)), lengths - 1]`." + see("packed_sequences"),
+)
 _ASK_IF_FINITE = frozenset(
     getattr(owner, name)
     for owner in (torch, Tensor)
@@ -50,6 +55,8 @@ _READERS = (
         "Pass `validate_args=False` to the distribution: its checks read all arguments on the host."
         + see("distributions"),
     ),
+    # With padded batches it reads nothing.
+    _Reader("torch/nn/modules/", lambda function, file: file == "rnn.py", PACKED[1]),
     _Reader(
         "torch/nn/utils/",
         lambda function, file: file == "clip_grad.py",
@@ -104,7 +111,8 @@ def of_nan_check() -> Words:
     return (
         "a Python branch on whether numbers are finite (`torch.isnan`, `torch.isfinite`)",
         "Count in a buffer, `self.bad += ~torch.isfinite(loss.detach())`, and read the count now and"
-        " then in `on_train_batch_end`, which runs on the host after every step." + see("nan_checks"),
+        " then in `on_train_batch_end`, which runs on the host after every step. To leave such a batch"
+        " out, let a fused optimizer skip its update (`found_inf`)." + see("nan_checks"),
     )
 
 

@@ -28,7 +28,13 @@ from torch import Tensor
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.generators import Generators
-from lightning_cudagraph.device.sentry.asked import FiniteChecks, of_host_read, of_library, of_nan_check
+from lightning_cudagraph.device.sentry.asked import (
+    PACKED,
+    FiniteChecks,
+    of_host_read,
+    of_library,
+    of_nan_check,
+)
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.collective_hooks import run_collective
 from lightning_cudagraph.device.sentry.first_refusal import one_finding, refuse
@@ -125,10 +131,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     # aten/src/ATen/native/cuda/Embedding.cu: `embedding_renorm_cuda_` reads the count of unique rows.
     "aten::embedding_renorm_": ("`nn.Embedding(max_norm=...)`", "Leave `max_norm` out."),
     # aten/src/ATen/native/PackedSequence.cpp works on lengths in host memory.
-    "aten::_pack_padded_sequence": (
-        "`pack_padded_sequence`",
-        "Run the RNN on the padded batch, and mask the outputs.",
-    ),
+    "aten::_pack_padded_sequence": PACKED,
     # aten/src/ATen/native/nested/NestedTensorMath.cpp: both count what is not padded, on the host.
     "aten::_nested_tensor_from_mask": _NESTED,
     "aten::_nested_tensor_from_mask_left_aligned": _NESTED,

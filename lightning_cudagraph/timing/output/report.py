@@ -73,9 +73,11 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
     if not stage.captures and stage.warmed_up:
         why = stage.not_captured or "the run ended, or went on eagerly, before a capture"
         more.append(f"nothing was captured: {why}")
+    unstable = stage.unstable()
     for what, reasons in stage.recaptures_of().items():
         if len(reasons) > 1:
-            more.append(f"captured again {len(reasons)} times: {what}")
+            remedy = f". {unstable[what]}" if what in unstable else ""
+            more.append(f"captured again {len(reasons)} times: {what}{remedy}")
         else:
             more.append(f"captured again: {reasons[0]}")
     if stage.captures:

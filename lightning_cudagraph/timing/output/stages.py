@@ -89,6 +89,18 @@ class StageSummary:
             return None
         return self.plain_ms / self.replay_ms
 
+    def unstable(self) -> dict[str, str]:
+        """A remedy for each thing that has changed between steps more than once."""
+        keep = "Keep it constant, or in a buffer that is written with `copy_` or `fill_`."
+        write = (
+            "Write into the tensor (`copy_`, `lerp_`) instead of giving it other memory (`.data = ...`)."
+        )
+        return {
+            what: write if what.startswith("the address of") else keep
+            for what, reasons in self.recaptures_of().items()
+            if len(reasons) > 1 and what.endswith(" changed")
+        }
+
     def recaptures_of(self) -> dict[str, list[str]]:
         """The reasons of invalidations by what has changed, in order."""
         found: dict[str, list[str]] = {}

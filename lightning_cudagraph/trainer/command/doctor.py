@@ -165,9 +165,10 @@ def _report(
 ) -> DiagnosisReport:
     fit = summary.fit
     stale: list[str] = []
+    unstable = fit.unstable()
     for what, reasons in fit.recaptures_of().items():
-        if len(reasons) > 1 and what.endswith(" changed"):
-            found += (_unstable(what, len(reasons)),)
+        if remedy := unstable.get(what):
+            found += (_unstable(what, len(reasons), remedy),)
         else:
             stale.append(f"the graph was captured again, because {reasons[0]}")
     eager = [f"{steps} step(s) ran eagerly: {reason}" for reason, steps in fit.eager.items()]
@@ -181,14 +182,12 @@ def _report(
     )
 
 
-def _unstable(what: str, times: int) -> Finding:
+def _unstable(what: str, times: int, remedy: str) -> Finding:
     """The finding of a graph that goes stale again and again, and would be given up in a run."""
-    keep = "Keep it constant, or in a buffer that is written with `copy_` or `fill_`."
-    write = "Write into the tensor (`copy_`, `lerp_`) instead of giving it other memory (`.data = ...`)."
     return Finding(
         f"Between steps {what}, {times} times in {_STEPS} steps: each time the graph is captured again,"
         " and given up in the end.",
-        write if what.startswith("the address of") else keep,
+        remedy,
     )
 
 
