@@ -5,6 +5,10 @@ batch through warm-up, capture or replay. Evaluation has its own engine, guards 
 its modules are in another mode than in training. Between two evaluations, training may change the values
 of parameters but not their addresses. Each batch signature has a graph: that of the last batch of a
 dataloader, and those of other dataloaders.
+
+Processes of a group decide each by itself, and may have different numbers of batches: a captured step
+with a collective is refused. Lightning calls the step through the DDP wrapper, which broadcasts buffers
+in the first forward pass after a training step: that batch runs eagerly.
 """
 
 from __future__ import annotations
@@ -59,6 +63,7 @@ from lightning_cudagraph.trainer.metrics.calls import Later
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.profilers import unprofiled
+from lightning_cudagraph.trainer.replicas import Replicas
 
 __all__ = ["GraphedEvaluation", "wording_of"]
 
@@ -111,6 +116,7 @@ class GraphedEvaluation:
         self._step_name = f"{stage}_step"
         self._patches = ExitStack()
         self._eager_step: Callable[..., Any] | None = None
+        self._replicas = Replicas(trainer.strategy)
         self._metrics = StepMetrics(module, trainer, backend, host_rules(trainer, settings.harmless))
         self._logs = Logs(trainer, module, self._metrics, adds=False)
         unwatched = OWN_ATTRIBUTES | settings.harmless
@@ -195,6 +201,7 @@ class GraphedEvaluation:
             specialization={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
             beside=self._beside(indices),
             learning=self._learning,
+            eager_reason=self._replicas.reason_in_evaluation(),
         )
         phase, outputs = self._engine.step(step, lambda outputs: self._metrics.adopt())
         if phase is Phase.WARMING:
@@ -203,6 +210,7 @@ class GraphedEvaluation:
             return returned[0]
         for attribute in outputs.recomputed:
             attribute.hand_over()
+        self._replicas.evaluated()
         outputs.logs.hand_over(self._trainer)
         self._metrics.count_references()
         # Copies: Lightning keeps predictions, and the next replay overwrites static outputs.
@@ -244,7 +252,7 @@ class GraphedEvaluation:
             stack.enter_context(self._without_gradients())
             logs = stack.enter_context(self._logs.recorded(signature, batch, capturing))
             if capturing and are_several():
-                stack.enter_context(CollectiveRules(ALONE, TELL_LIGHTNING))
+                stack.enter_context(CollectiveRules(*self._collective_words()))
             if capturing:
                 audit = frozen_python_audit(
                     self._module,
@@ -276,6 +284,13 @@ class GraphedEvaluation:
         logged = self._logs.finished(logs, signature, capturing)
         refuse_odd_outputs(returned, f"the output of `{self._step_name}`")
         return _Outputs(map_leaves(returned, self._detached), logged, recomputed)
+
+    def _collective_words(self) -> tuple[str, str]:
+        """Return where a collective would be, in words, and the remedy."""
+        if self._trainer.world_size == 1:
+            return ALONE, TELL_LIGHTNING
+        gather = f"Log with `sync_dist=True`, or gather in `on_{self._stage}_epoch_end`"
+        return "an evaluation step", f"{gather}; or leave out `evaluation=True`."
 
     def _detached(self, leaf: Any) -> Any:
         if isinstance(leaf, Later):
@@ -316,7 +331,8 @@ class GraphedEvaluation:
         fx_name = self._module._current_fx_name
         self._metrics.prepare()
         try:
-            yield
+            with self._replicas.undone():
+                yield
         finally:
             self._module._current_fx_name = fx_name
 

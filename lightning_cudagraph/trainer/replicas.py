@@ -65,10 +65,20 @@ class Replicas(DDPState):
             name = (
                 "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
             )
-            broadcasts = accumulation.drops and bool(getattr(ddp, name))
-            if ddp.modules_buffers and ddp.will_sync_module_buffers() != broadcasts:
+            expected = accumulation.drops and bool(getattr(ddp, name))
+            if ddp.modules_buffers and ddp.will_sync_module_buffers() != expected:
                 return "buffers are not broadcast in the step after a validation"
         return self.shards.eager_reason()
+
+    def reason_in_evaluation(self) -> str:
+        """Return the reason why the next batch of an evaluation must run eagerly; or an empty text."""
+        if any(ddp.modules_buffers and ddp.will_sync_module_buffers() for ddp in self.wrappers):
+            return "buffers are broadcast in the first batch of an evaluation"
+        return ""
+
+    def evaluated(self) -> None:
+        """Set the state on the host that an eager batch of an evaluation leaves."""
+        self.leave((False,) * len(self.wrappers))
 
     def replayed(self, accumulation: AccumulationPhase) -> None:
         """Set the state on the host that an eager step leaves."""

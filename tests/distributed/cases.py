@@ -798,14 +798,6 @@ def different_arguments(here: Here) -> None:
     assert re.search(said, str(graph.error)), graph.error
 
 
-def evaluation_is_refused_at_the_start(here: Here) -> None:
-    """Not only after the first epoch."""
-    callback = CUDAGraphCallback(evaluation=True)
-    graph = here.train("graph", callback, raises=UnsupportedError)
-    assert "Evaluation on 2 device(s) with `DDPStrategy`" in str(graph.error), graph.error
-    assert not graph.steps
-
-
 def switched_off_in_one(here: Here) -> None:
     """One process has `backend="off"`."""
     callback = CUDAGraphCallback(backend="auto" if here.rank == 0 else "off")

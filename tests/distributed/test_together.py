@@ -55,7 +55,6 @@ DIFFERENT = (
     "different_arguments",
     "switched_off_in_one",
     "unused_parameters_are_refused",
-    "evaluation_is_refused_at_the_start",
     "a_shorter_loader",
     "different_accumulation",
     "a_shorter_stream",

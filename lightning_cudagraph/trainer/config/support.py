@@ -162,8 +162,8 @@ def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Sta
 
 
 def check_where_evaluated(trainer: pl.Trainer) -> None:
-    """Raise `UnsupportedError` for evaluations in several processes."""
-    if isinstance(trainer.strategy, (DDPStrategy, ModelParallelStrategy)):
+    """Raise `UnsupportedError` for evaluations with sharded weights."""
+    if isinstance(trainer.strategy, ModelParallelStrategy):
         name = type(trainer.strategy).__qualname__
         raise UnsupportedError(
             f"Evaluation on {trainer.world_size} device(s) with `{name}` is not captured yet.",

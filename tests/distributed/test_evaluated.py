@@ -1,0 +1,24 @@
+"""Processes of one run evaluate as without the callback, each with graphs of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
+
+CASES = ("other_numbers_of_batches", "shared_logs", "a_collective_in_the_step")
+LONG = ("no_buffers", "without_a_fit")
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(CASES, id="evaluated"), pytest.param(LONG, id="more", marks=pytest.mark.long)],
+)
+def test_processes_evaluate_as_without_the_callback(
+    tmp_path: Path, accelerator: str, cases: tuple[str, ...]
+) -> None:
+    named = [f"evaluation_cases.{case}" for case in cases]
+    ended = launch(tmp_path, named, accelerator, timeout_s=400, limit_s=AT_ONCE_S, to_its_end=False)
+    assert_all_ok(ended, named)
