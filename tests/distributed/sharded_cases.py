@@ -439,6 +439,12 @@ def several_streams_of_sharded_weights(here: Here) -> None:
         here.train("graph", CUDAGraphCallback(streams=2), **_SHARDED)
 
 
+def evaluation_of_sharded_weights(here: Here) -> None:
+    """Refused when training starts, not after the first epoch."""
+    with pytest.raises(UnsupportedError, match="Evaluation on 2 device.* with `ModelParallelStrategy`"):
+        here.train("graph", CUDAGraphCallback(evaluation=True), **_SHARDED)
+
+
 def fully_sharded_always(here: Here) -> None:
     """All weights are released after the forward pass."""
     _same_when_sharded(here, NetReshardedAlways)

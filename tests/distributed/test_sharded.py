@@ -21,6 +21,7 @@ CAPTURED = (
     "fully_sharded_and_not_captured",
     "fully_sharded_in_mixed_precision",
     "fully_sharded_in_ways_of_ones_own",
+    "evaluation_of_sharded_weights",
 )
 CAPTURED_LONG = (
     "fully_sharded",
