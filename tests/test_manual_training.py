@@ -289,7 +289,27 @@ class Deep(GAN):
         return self.learn_critic(batch[0])
 
 
-@pytest.mark.parametrize(("build", "captures"), [(InTurn, 2), (Named, 2), (Deep, 4)])
+class ByStep(GAN):
+    """Reads the number of steps before its optimizers and between them: it moves on by two a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        real = batch[0] * 2 if self.global_step % 4 == 0 else batch[0]
+        loss = self.learn_critic(real)
+        if self.trainer.global_step % 4 == 3:
+            real = real + 1
+        self.log("early", loss * (2.0 if self.global_step < 30 else 1.0))
+        return self.learn_generator(real)
+
+
+class Ramp(GAN):
+    """A weight that depends on the number of steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.learn_critic(batch[0])
+        return self.learn_generator(batch[0] * (self.global_step / 100))
+
+
+@pytest.mark.parametrize(("build", "captures"), [(InTurn, 2), (Named, 2), (Deep, 4), (ByStep, 4)])
 def test_paths(tmp_path: Path, accelerator: str, build: Any, captures: int) -> None:
     run = both(tmp_path, accelerator, build, max_epochs=8)
     assert run.counts.captures == captures
@@ -353,6 +373,7 @@ class Items(OneNet):
 
 REFUSED = {
     "batch_idx": (Reads, "`batch_idx`"),
+    "global_step": (Ramp, r"`\(self.global_step \+ 1\) / 100`, computed from `self.global_step`"),
     "scheduler": (SchedulesInBetween, "Call the scheduler at the end of the step"),
     "a rate that has moved": (Logs, "reads a learning rate after its scheduler has moved it"),
     "a step after the scheduler": (StepsAgain, "reads a learning rate after its scheduler has moved it"),

@@ -441,7 +441,7 @@ def several_streams_of_sharded_weights(here: Here) -> None:
 
 def evaluation_of_sharded_weights(here: Here) -> None:
     """Refused when training starts, not after the first epoch."""
-    with pytest.raises(UnsupportedError, match="Evaluation on 2 device.* with `ModelParallelStrategy`"):
+    with pytest.raises(UnsupportedError, match=r"Evaluation on 2 device.* with `ModelParallelStrategy`"):
         here.train("graph", CUDAGraphCallback(evaluation=True), **_SHARDED)
 
 

@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.amp import GradScaler
 
-from lightning_cudagraph.checks.audit.frozen import moving_number
 from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.guards import Guards
@@ -52,11 +51,11 @@ from lightning_cudagraph.trainer.manual.surroundings import ManualOptimization
 from lightning_cudagraph.trainer.metrics.calls import Later
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.profilers import unprofiled
+from lightning_cudagraph.trainer.training.captured_step.step_numbers import STEP_GETTERS, StepNumbers
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
 __all__ = ["ManualTraining"]
 
-_INDEX = "batch_idx"
 _WORDING = Wording(
     words={
         'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
@@ -111,6 +110,7 @@ class ManualTraining:
             ),
             self._logs,
             trainer,
+            StepNumbers(surroundings.steps, settings),
         )
 
     @property
@@ -210,7 +210,7 @@ class _WholeStep(ManualOptimization):
 
     def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
         # Not those of the trainer: `noted` replaces their `step`.
-        return self.rules_with_logs(harmless, scaler)
+        return replace(self.rules_with_logs(harmless, scaler), noted=STEP_GETTERS)
 
     @contextmanager
     def noted(self, notes: list[Callable[[], object]]) -> Iterator[None]:
@@ -221,7 +221,23 @@ class _WholeStep(ManualOptimization):
             for wrapper in self._wrappers():
                 step = refusing_step(wrapper, self.scheduled)
                 stack.enter_context(in_place(wrapper, "_on_before_step", step))
+                count = self._counting(wrapper)
+                stack.enter_context(in_place(wrapper, "_on_after_step", count))
             yield
+
+    def steps(self) -> Any:
+        """Return the tracker of the steps of all optimizers, `global_step`."""
+        return self._trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+
+    def _counting(self, wrapper: Any) -> Callable[[], None]:
+        """Return a function that counts a step for what comes after it in the same capture."""
+        note = wrapper._on_after_step
+
+        def count() -> None:
+            note()
+            self.steps().completed += 1
+
+        return count
 
     @contextmanager
     def reads(self, mentioned: MentionedNames) -> Iterator[None]:
@@ -264,12 +280,12 @@ class _ManualRecorder(StepRecorder):
 
     logs: Logs
     trainer: pl.Trainer
-    noted_index: Callable[[int], Any]
-    is_index_noted: bool
+    numbers: StepNumbers
+    reads: HostReads
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         batch, *indices = args
-        beside = {_INDEX: indices[0]} if indices and self.is_index_noted else {}
+        beside = self.numbers.beside(indices[0]) if indices else {}
         return _BatchArguments(batch, 1, beside, tuple(indices))
 
     def lent(self, arguments: Arguments) -> Collection[int]:
@@ -291,11 +307,16 @@ class _ManualRecorder(StepRecorder):
         guards: Guards,
         capturing: bool,
     ) -> StepResult:
+        reads = self.reads if capturing else None
         if capturing and arguments.beside:
             assert isinstance(arguments, _BatchArguments)
             index, *others = arguments.indices
-            arguments = replace(arguments, indices=(self.noted_index(index), *others))
-        with unprofiled(self.trainer), self.logs.recorded(habits, batch, capturing) as events:
+            arguments = replace(arguments, indices=(self.numbers.noted(reads, index), *others))
+        with (
+            unprofiled(self.trainer),
+            self.numbers.noted_step(reads),
+            self.logs.recorded(habits, batch, capturing) as events,
+        ):
             result = super().record(batch, arguments, habits, guards, capturing)
         logged = self.logs.finished(events, habits, capturing)
         notes: list[Callable[[], object]] = [*result.host_notes]
@@ -324,9 +345,11 @@ class _ManualRun(StepRun):
         settings: StepSettings,
         logs: Logs,
         trainer: pl.Trainer,
+        numbers: StepNumbers,
     ) -> None:
         self._logs = logs
         self._trainer = trainer
+        self._numbers = numbers
         reads = HostReads(user_location)
         super().__init__(of, backend, settings, None, _announce, _WORDING, reads)
 
@@ -339,13 +362,9 @@ class _ManualRun(StepRun):
             are_agreed=True,
         )
         recorder.logs, recorder.trainer = self._logs, self._trainer
-        recorder.is_index_noted = _INDEX not in self._harmless
-        recorder.noted_index = partial(self._noted, _INDEX)
-        return recorder
-
-    def _noted(self, name: str, value: int) -> Any:
         assert self._reads is not None
-        return moving_number(self._reads, name, value, self._settings.max_graphs)
+        recorder.numbers, recorder.reads = self._numbers, self._reads
+        return recorder
 
 
 def _announce(text: str) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_cudagraph.checks.audit.frozen import moving_number
 from lightning_cudagraph.checks.guards.guards import (
     GuardedValues,
     Guards,
@@ -18,7 +14,6 @@ from lightning_cudagraph.checks.guards.guards import (
 )
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.device.backend import Backend
-from lightning_cudagraph.tensors.host_values import HostReads, HostValue
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.host_rules import (
     OWN_ATTRIBUTES,
@@ -32,15 +27,12 @@ from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.replicas import Replicas
 from lightning_cudagraph.trainer.training.captured_step.optimizer_part import OptimizerPart
+from lightning_cudagraph.trainer.training.captured_step.step_numbers import StepNumbers
 from lightning_cudagraph.trainer.training.closures import GraphedOptimization
 from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
 from lightning_cudagraph.trainer.training.times.run_times import RunTimes
 
-__all__ = ["STEP_GETTERS", "TrainingRun"]
-
-_INDEX, _STEP = "batch_idx", "self.global_step"
-# The getters of the number of steps.
-STEP_GETTERS = frozenset({_STEP, "trainer.global_step", "trainer.fit_loop.epoch_loop.global_step"})
+__all__ = ["TrainingRun"]
 
 
 @dataclass
@@ -70,14 +62,11 @@ class TrainingRun:
     guards: Guards = field(init=False)
     carried: ReboundAttributes = field(init=False)
     logs: Logs = field(init=False)
+    numbers: StepNumbers = field(init=False)
     shown: ShownValues = field(init=False, default_factory=ShownValues)
 
     def __post_init__(self) -> None:
         trainer, module, harmless = self.trainer, self.module, self.settings.harmless
-        # Numbers that the user allows to be frozen.
-        self._frozen = {_INDEX} & harmless
-        if not harmless.isdisjoint({*STEP_GETTERS, "global_step"}):
-            self._frozen |= {_STEP}
         self.replicas = Replicas(trainer.strategy)
         self.metrics = StepMetrics(module, trainer, self.backend, host_rules(trainer, harmless))
         self.hooks = InnerHooks(trainer, module, lambda: self.part.behind is not None)
@@ -86,36 +75,14 @@ class TrainingRun:
             module, self.backend.device, OWN_ATTRIBUTES | harmless, is_metric
         )
         self.logs = Logs(trainer, module, self.metrics, adds=True)
+        self.numbers = StepNumbers(
+            lambda: self.optimization.optim_progress.optimizer.step.total, self.settings
+        )
 
     @property
     def steps_before(self) -> int:
         """Number of optimizer steps before the one that the current batch belongs to."""
         return self.optimization.optim_progress.optimizer_steps
-
-    def beside(self, batch_idx: int) -> dict[str, int]:
-        """The numbers beside a batch that its step may read in part, by name."""
-        numbers = {_INDEX: batch_idx, _STEP: self.steps_before}
-        return numbers if not self._frozen else {n: numbers[n] for n in numbers if n not in self._frozen}
-
-    def noted(self, reads: HostReads | None, batch_idx: int) -> int | HostValue:
-        """The index of a batch for a capture of its step, which notes what is read of it."""
-        return self._noted(reads, _INDEX, batch_idx)
-
-    def _noted(self, reads: HostReads | None, name: str, number: int) -> int | HostValue:
-        if reads is None or name in self._frozen:
-            return number
-        return moving_number(reads, name, number, self.settings.max_graphs)
-
-    @contextmanager
-    def noted_step(self, reads: HostReads | None) -> Iterator[None]:
-        """Context of a capture of a step, which notes what is read of `global_step`."""
-        total: Any = self.optimization.optim_progress.optimizer.step.total
-        before = total.completed
-        total.completed = self._noted(reads, _STEP, before)
-        try:
-            yield
-        finally:
-            total.completed = before
 
 
 def _guards(run: TrainingRun) -> Guards:

@@ -231,7 +231,7 @@ class TrainingSteps:
             self._upcoming,
             self._clock.copying,
             between,
-            beside=self._run.beside(batch_idx),
+            beside=self._run.numbers.beside(batch_idx),
         )
         if steps:
             total.ready += 1
@@ -331,7 +331,7 @@ class TrainingSteps:
         step = Step(
             batch=closure.batch,
             accumulation=accumulation,
-            beside=run.beside(closure.batch_idx),
+            beside=run.numbers.beside(closure.batch_idx),
             timed=timed,
             upcoming=self._upcoming,
             copying=self._clock.copying,

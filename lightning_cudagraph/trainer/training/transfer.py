@@ -76,7 +76,7 @@ class BatchTransfer:
         if not self._unseen:
             return None
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        beside = self._run.beside(progress.ready)  # the batch is counted after its transfer
+        beside = self._run.numbers.beside(progress.ready)  # the batch is counted after its transfer
         if (found := self._engine.static_for(batch, beside)) is None:
             return None
         static, tensors, values = found

@@ -35,8 +35,9 @@ from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
     StepBody,
     StepOutputs,
 )
+from lightning_cudagraph.trainer.training.captured_step.step_numbers import STEP_GETTERS
 from lightning_cudagraph.trainer.training.closures import GraphClosure
-from lightning_cudagraph.trainer.training.run import STEP_GETTERS, TrainingRun
+from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_forward, timed_stages
 
 __all__ = ["Recorder"]
@@ -111,7 +112,7 @@ class Recorder:
             return loss
 
         inner = self._run.optimization.closure_for_capture(
-            _arguments(batch, closure, self._run.noted(reads, closure.batch_idx)),
+            _arguments(batch, closure, self._run.numbers.noted(reads, closure.batch_idx)),
             body.optimizer.optimizer,
             closure.batch_idx,
             call,
@@ -173,7 +174,7 @@ class Recorder:
                 self._run.carried.inside(lambda: ", ".join(turn.whose for turn in turns))
             )
             stack.enter_context(body.arithmetic(capturing))
-            with self._run.noted_step(reads):
+            with self._run.numbers.noted_step(reads):
                 _run_body(body, inner, lambda: behind)
             result = inner.consume_result()
             self._metrics.write_back()
