@@ -168,7 +168,6 @@ def test_no_measure_where_it_would_be_none(
 
 LONG_RUN: dict[str, Any] = {
     "accumulate_grad_batches": 1,
-    "world_size": 1,
     "num_training_batches": 100,
     "max_epochs": 100,
     "current_epoch": 0,
@@ -191,7 +190,6 @@ LONG_RUN: dict[str, Any] = {
         ({"max_steps": 1500}, 3),
         ({"max_steps": 1500, "global_step": 1}, 0),
         ({"num_training_batches": 13, "max_epochs": 1000}, 0),
-        ({"world_size": 2}, 0),
         ({"accumulate_grad_batches": 4}, 5),
         ({"measures_plain_steps": False}, 0),
     ],

@@ -213,6 +213,11 @@ class StepEngine(Generic[T]):
             return self._eager(step, reason) if reason else (Phase.CAPTURED, outputs)
         return Phase.CAPTURED, self._replays.replayed(step, captured)
 
+    def vote_on_plain_step(self) -> None:
+        """Take part in the vote of a warm-up step that this engine does not run: it is not watched."""
+        if self._agreement is not None:
+            self._plans.of_all((Intent.WARM_UP, "", None, None), self._agreement)
+
     @property
     def static(self) -> StaticBatch | None:
         """The static batch of the latest graph; a caller may fill it and pass its `batch` to `step`."""

@@ -55,6 +55,7 @@ from lightning_cudagraph.device.streams.dataflow import Flow
 from lightning_cudagraph.errors import PeerError, VerificationError
 from lightning_cudagraph.processes import failures
 from lightning_cudagraph.processes.shared_page import SharedPage
+from lightning_cudagraph.trainer.training.times import baseline
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same, loader, make, train
 
 BUCKETS = {"bucket_cap_mb": 0.0005}
@@ -157,6 +158,35 @@ def same_numbers_with_sampled_times(here: Here) -> None:
     eager = here.train("eager", None, callbacks=(monitor,), max_epochs=4)
     assert_same(plain, eager)
     assert "features.0" in (monitor.report or "")
+
+
+class StopsAt(Callback):
+    """Ends a fit that was to be long."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step >= self.steps
+
+
+def same_numbers_with_plain_steps(here: Here) -> None:
+    """Some steps before the capture are not watched; the emulator is taken for a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(baseline, "has_speed", lambda backend: True)
+        for accumulated in (1, 2):
+            kwargs = {
+                "max_epochs": 100,
+                "train_loader": loader(ragged=False, batches=80 * accumulated),
+                "callbacks": (StopsAt(30),),
+                "checkpoint_every": 0,  # a pause in the middle of the plain steps
+                "accumulate_grad_batches": accumulated,
+            }
+            _, graph = here.assert_same_runs(**kwargs)
+            assert graph.counts.plain_steps >= 3, graph.counts
+            assert graph.counts.plain_ms > 0, graph.counts
+            assert graph.counts.replayed >= 10, graph.counts
+            assert "your plain step" in graph.summary.verdict
 
 
 def same_numbers_accumulated(here: Here) -> None:

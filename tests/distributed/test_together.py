@@ -28,6 +28,7 @@ SAME_LONG = (
     "same_numbers_stopped_by_the_clock",
     "same_numbers_without_broadcasts",
     "same_numbers_on_several_streams",
+    "same_numbers_with_plain_steps",
     "same_numbers_with_scheduled_accumulation",
 )
 AGREED = (

@@ -149,6 +149,7 @@ class TrainingSteps:
 
     def _plainly(self, plain: Plain, eagerly: Callable[[], R]) -> R:
         """Do a warm-up step that is not watched, to measure the eager step time."""
+        self._engine.vote_on_plain_step()
         self.is_in_step = True
         try:
             with self._run.backend.on_side_stream(), uncompiled(self._run.module):

@@ -26,8 +26,8 @@ class PlainSteps:
     """Selection of the unwatched steps, between the last but one and the last step of the warm-up.
 
     A step is a whole accumulation window. There are none in a short run or one of unknown length, on the
-    emulator, in several processes, which would have to agree on each, or if the user sets the number of
-    warm-up steps.
+    emulator, or if the user sets the number of warm-up steps. One of several processes may have others:
+    for all of them they are warm-up steps.
     """
 
     def __init__(self, trainer: pl.Trainer, backend: Backend, settings: Settings) -> None:
@@ -65,7 +65,7 @@ def has_speed(backend: Backend) -> bool:
 
 
 def _number(trainer: pl.Trainer, backend: Backend, settings: Settings) -> int:
-    if not (settings.measures_plain_steps and trainer.world_size == 1 and has_speed(backend)):
+    if not (settings.measures_plain_steps and has_speed(backend)):
         return 0
     max_steps = _limit(trainer.max_steps)
     # Infinite, if the loader has no length.
