@@ -278,7 +278,6 @@ class Captures(Generic[T]):
         """True if the warm-up and the static batch are those of the step, given what is read by now.
 
         Args:
-            step: the step.
             signature: its signature, as it was before.
         """
         now = self._graphs.signature_of(step)

@@ -47,7 +47,6 @@ class StepEngine(Generic[T]):
 
     Args:
         run: the shared state of the run; engines of one run differ in their guards.
-        guards: compare the values that graphs bake in.
         is_settled: returns True once steps create no more state; warm-up goes on until then.
         reads: the reads of host values by steps of several engines; None for those of this one alone.
     """
@@ -96,7 +95,6 @@ class StepEngine(Generic[T]):
         """Replay by the fast path, if the step can take it.
 
         Args:
-            step: the step.
             refresh: called before the replay, as in `step`.
 
         Returns:
@@ -139,7 +137,6 @@ class StepEngine(Generic[T]):
         """Run one step in the phase of its batch.
 
         Args:
-            step: the step.
             refresh: notes moves of options, adopts sums; called with None before a capture, and
                 before a replay with its static outputs.
             signature: the signature of the batch, if the caller knows it.
@@ -226,12 +223,7 @@ class StepEngine(Generic[T]):
     def static_for(
         self, batch: Any, beside: Mapping[str, int]
     ) -> tuple[StaticBatch, list[Tensor], list[Any]] | None:
-        """Find the static batch for a batch, and its tensors and host values in order; or None.
-
-        Args:
-            batch: the batch.
-            beside: as in its `Step`.
-        """
+        """Find the static batch for a batch, and its tensors and host values in order; or None."""
         return self._graphs.static_for(batch, beside)
 
     def is_timed(self, signature: Signature | None) -> bool:

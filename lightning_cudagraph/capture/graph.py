@@ -71,7 +71,6 @@ class CapturedStep(Generic[T]):
     without events.
 
     Args:
-        backend: the device, or its emulator.
         static: the static batch, filled with a batch.
         parameters: the parameters with gradients that the step drops and makes, and those with gradients
             that it only adds to.
@@ -161,7 +160,6 @@ class CapturedStep(Generic[T]):
         """Capture an instance.
 
         Args:
-            is_timed: it has timing events.
             there: the gradients that the step only adds to.
         """
         # Without a gradient to add to, the backward pass makes a new one in the memory pool, at no cost.

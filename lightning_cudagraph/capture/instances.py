@@ -68,13 +68,9 @@ class CaptureInstance(Generic[T]):
     """One graph of a step, with the gradients that it writes.
 
     Args:
-        graph: the graph.
-        outputs: the static outputs.
         makes: the parameters with gradients from this graph; they have these gradients now.
         drops: number of parameters, from the first of `makes`, that have no gradient after the step if
             it makes none.
-        breaks: the graph breaks, in the order of the step.
-        is_timed: it has timing events.
 
     Attributes:
         replayed: True from its first replay on.

@@ -90,7 +90,6 @@ class Invalidation(Generic[T]):
         """Invalidate the graphs; later steps are warmed up and captured again.
 
         Args:
-            reason: the change that invalidates them.
             of_others: True if other processes have found the change.
         """
         self.dropped = "" if of_others else reason

@@ -64,10 +64,6 @@ class Plans(Generic[T]):
     def of_this_process(self, step: Step[T], signature: Signature | None) -> Plan[T]:
         """Make the plan of this process alone.
 
-        Args:
-            step: the step.
-            signature: the signature of the batch, if the caller knows it.
-
         Raises:
             UnsupportedError: if no graph can take the batch and `on_unsupported="raise"`.
         """

@@ -196,7 +196,6 @@ class StreamChoice:
     """The number of streams for the captures of an engine.
 
     Args:
-        backend: the device, or its emulator.
         wanted: a number, or `AutoStreams` for trials. With a process group, `AutoStreams` is one
             stream without trials: the clocks of the processes would lead to different choices.
     """
@@ -230,7 +229,6 @@ class StreamChoice:
         """Capture a step on the chosen number of streams; the first call makes the choice.
 
         Args:
-            capture: captures the first instance of the step.
             state: returns all tensors that replays of a capture change, by name.
 
         Returns:

@@ -38,12 +38,7 @@ def patch_method(
     patches: ExitStack,
     kind: type[MethodPatch] = MethodPatch,
 ) -> None:
-    """Patch a method of an object.
-
-    Args:
-        patches: restores the method when it is closed.
-        kind: class of the patch.
-    """
+    """Patch a method of an object."""
     stand_in = kind(owner, name, call)
     if name in vars(owner):
         patches.callback(vars(owner).__setitem__, name, vars(owner)[name])

@@ -71,8 +71,6 @@ def named(place: str, names: str, *features: Feature, **kwargs: Any) -> Iterator
     Args:
         place: path of the module or class.
         names: separated by spaces.
-        features: the features that depend on them.
-        kwargs: further fields of each `PrivateName`.
     """
     for name in names.split():
         yield PrivateName(f"{place}.{name}", features, **kwargs)
@@ -82,9 +80,7 @@ def members(place: str, names: str, *features: Feature) -> PrivateName:
     """Declare attributes of the instances of a class.
 
     Args:
-        place: path of the class.
         names: names of the attributes, separated by spaces.
-        features: the features that depend on them.
     """
     return PrivateName(place, features, fields=tuple(names.split()))
 

@@ -156,7 +156,6 @@ class Backend(Protocol):
         A capture makes it part of the graph, so that each replay sets it.
 
         Args:
-            event: the event.
             forked: True to record it, in a capture, on a branch that later work does not wait for.
         """
 

@@ -59,7 +59,6 @@ def let_wait(stream: torch.cuda.Stream, nodes: Collection[int]) -> bool:
     """Replace the dependencies of the next work on a stream under capture by these nodes.
 
     Args:
-        stream: the stream.
         nodes: nodes of the graph under capture. Nodes that are dropped must be waited for elsewhere
             before the capture ends.
 

@@ -60,7 +60,6 @@ def _addressed(value: Any, known: dict[int, Tensor]) -> Any:
     """An argument of an op, with its tensors replaced by aliases.
 
     Args:
-        value: the argument.
         known: aliases by the id of their tensor, so that one tensor has one alias: attention checks if
             query, key and value are the same object.
     """

@@ -25,7 +25,6 @@ class CudaParts:
 
     Args:
         generators: generators that the graphs may draw from.
-        pool: the memory pool.
 
     Attributes:
         work: host work of each part.

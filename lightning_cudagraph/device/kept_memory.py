@@ -84,7 +84,6 @@ def undone(device: _Device, known: Iterable[Tensor]) -> Iterator[None]:
     """Run the `with` block for real, and put memory and random state back.
 
     Args:
-        device: the random states.
         known: tensors that the block may write into without an op, as compiled kernels do.
     """
     memory = KeptMemory()

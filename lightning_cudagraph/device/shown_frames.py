@@ -26,9 +26,6 @@ def leave_users_frames(error: BaseException) -> None:
 
     To be called where an error leaves, by code that raises it again. Errors of the user's code are left
     as they are; `CUDAGRAPH_TRACEBACK=full` in the environment keeps all frames.
-
-    Args:
-        error: the error.
     """
     if not isinstance(error, UnsupportedError) or os.environ.get(_SETTING) == _ALL:
         return

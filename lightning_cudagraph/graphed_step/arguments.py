@@ -17,8 +17,6 @@ def wrong_argument(owner: str, name: str, value: Any, expected: str) -> Configur
 
     Args:
         owner: the class or function with this argument.
-        name: the name of the argument.
-        value: the invalid value.
         expected: the valid values, in words.
     """
     is_long = hasattr(value, "__dict__") and not hasattr(value, "__dataclass_fields__")

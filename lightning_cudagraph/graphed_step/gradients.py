@@ -31,7 +31,6 @@ class GradientHabits:
 
     Args:
         known: returns the parameters that the step is known to use, by name; called at each use.
-        device_type: the type of their device.
     """
 
     def __init__(self, known: Callable[[], dict[str, nn.Parameter]], device_type: str) -> None:

@@ -59,7 +59,6 @@ class StepProcesses:
     """An `Agreement` on the calls of one function; every process makes one and votes equally often.
 
     Args:
-        device: the device of the function.
         end: releases the graphs; given the error that ends the program, or None. Called at the latest
             when Python ends, because a process group with graphs on it cannot be torn down.
     """
@@ -82,7 +81,6 @@ class StepProcesses:
         """Compare the processes at the first call.
 
         Args:
-            asked: the arguments of this process, by name.
             refused: the reason why this process cannot have graphs, or None.
 
         Raises:
@@ -134,7 +132,6 @@ class CollectiveRules(OwnDispatchMode):
     Args:
         alone: the captured code, in words, if each process would replay it independently: all
             collectives are refused. Empty if all processes replay it together.
-        remedy: the remedy for a collective in such code.
     """
 
     def __init__(self, alone: str, remedy: str) -> None:

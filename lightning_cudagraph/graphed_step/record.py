@@ -101,7 +101,6 @@ class StepRecorder:
     """Runs a function so that it can be captured.
 
     Args:
-        rules: the rules of the audit for calls on the host.
         are_agreed: True if the processes of a run vote, or there is one.
     """
 
@@ -189,7 +188,6 @@ class StepRecorder:
         Args:
             batch: the static arguments.
             arguments: the arguments of this call.
-            habits: the effects of the function on gradients.
             guards: receive the names that the function mentions.
             capturing: True in a capture, False in a rehearsal.
 

@@ -115,11 +115,7 @@ class StepRun:
 
     Args:
         of: the function, and the objects that it uses.
-        backend: the device, or its emulator.
-        settings: the user's settings.
         processes: the votes with other processes; None if this process calls the function alone.
-        announce: shows a sentence to the user.
-        wording: the words of the front end.
         reads: the host values that captured steps read; None if all are part of the signature.
 
     Raises:

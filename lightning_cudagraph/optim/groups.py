@@ -31,7 +31,6 @@ class PreparedGroup:
     """The options of one param group: those that a capture freezes, and replacements for the others.
 
     Args:
-        index: the index of the group in the optimizer.
         alone: nothing of it may be changed.
 
     Attributes:

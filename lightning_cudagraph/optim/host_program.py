@@ -62,13 +62,7 @@ class HostProgram:
         return self._nodes[key]
 
     def source(self, name: Hashable, read: Callable[[], Any], value: Any) -> int:
-        """Add a node that each run reads again.
-
-        Args:
-            name: a key for the source.
-            read: reads its value.
-            value: its present value.
-        """
+        """Add a node that each run reads again."""
         node = self._add(("source", name), read, (), lambda: value)
         self._sources[node] = name
         return node
@@ -79,7 +73,6 @@ class HostProgram:
         Args:
             name: a key for the operation, without its operands.
             do: the operation. It must not change its operands.
-            nodes: the operands.
         """
         return self._add((name, nodes), do, nodes, do)
 

@@ -54,7 +54,6 @@ class OptimizerSteps:
     """The optimizers that a function steps, prepared for capture; `close` restores them.
 
     Args:
-        scaler: the gradient scaler that steps them, or None.
         on_load: called with a reason after a state was loaded into one of them.
 
     Raises:

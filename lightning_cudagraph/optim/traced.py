@@ -72,7 +72,6 @@ class Stage:
     """Static input of a graph for numbers that the host computes.
 
     Args:
-        device: the device of the graph.
         size: the capacity, in numbers.
 
     Attributes:
@@ -93,11 +92,6 @@ class Stage:
 
 class TracedStep(OwnFunctionMode):
     """Function mode that records the host computations of an optimizer's steps in one capture.
-
-    Args:
-        tensors: the optimizer state in host memory.
-        stage: the static input for the numbers.
-        outcomes: the steps with an outcome that the host does not know yet.
 
     Attributes:
         program: the recorded computations.
@@ -152,7 +146,6 @@ class TracedStep(OwnFunctionMode):
         """A traced option of the optimizer, for the step to find.
 
         Args:
-            name: a key for the option.
             read: reads its value, in this step and in each replay.
         """
         return self.program.scalar(self.program.source(("option", *name), read, read()))

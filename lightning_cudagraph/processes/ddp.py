@@ -38,7 +38,6 @@ class DDPState:
     """The state of wrappers on the host, which an eager step changes and a replay does not.
 
     Args:
-        wrappers: the wrappers of a step, possibly none.
         check: refuses wrappers that no graph can hold any more.
     """
 
@@ -123,7 +122,6 @@ def check_wrapper(
 
     Args:
         what: its name in messages.
-        ddp: the wrapper.
         by_strategy: True if a strategy of Lightning's has made it.
         known_hooks: number of its communication hooks, from the first, that were checked before.
 

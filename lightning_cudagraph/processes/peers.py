@@ -130,11 +130,7 @@ class Peers:
         self._failures.watch(device)
 
     def start(self, timeout: timedelta) -> None:
-        """Prepare votes.
-
-        Args:
-            timeout: time limit of a vote.
-        """
+        """Prepare votes."""
         self._timeout_s = timeout.total_seconds()
         self._page = self._failures.page = self._shared_page()
         if self._page is None:
@@ -279,7 +275,6 @@ class Peers:
 
         Args:
             mine: the object of this process; small, can be pickled.
-            timeout_s: time limit; None for no limit.
 
         Raises:
             PeerError: if another process has failed, or does not come.
@@ -349,7 +344,6 @@ class Peers:
         """Compare the settings of all processes at the start.
 
         Args:
-            asked: settings of this process by name, as text.
             refused: the reason why this process would run without graphs, if there is one.
 
         Raises:

@@ -233,7 +233,6 @@ def compared_outputs(returned: Any, what: str) -> dict[str, Tensor]:
     """The outputs of a step that a check compares: tensors, and Python numbers as tensors.
 
     Args:
-        returned: the outputs.
         what: prefix of the names.
 
     Returns:

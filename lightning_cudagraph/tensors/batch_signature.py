@@ -42,7 +42,6 @@ class Signature:
     read by then: equality gets stricter with each read, and the hash stays the same.
 
     Args:
-        batch: the batch to describe.
         device: the device of the training step; a tensor elsewhere would be read by the host.
         specialization: further values that are part of the signature, by names for the user.
         reads: what captured steps read of host values; None if all are part of the signature. An

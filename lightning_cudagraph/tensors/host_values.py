@@ -65,7 +65,6 @@ class HostValue:
     raises a `TypeError`.
 
     Args:
-        value: the value.
         on_read: called before each use of the value.
     """
 
@@ -131,7 +130,6 @@ class _HostNumber(HostValue):
     """A number of which the step may read a part: a comparison, or what it computes with plain numbers.
 
     Args:
-        value: the number.
         read: what it is of a host value.
         note: called with what is read, before each read.
         lend: makes what the step gets for another part.
@@ -350,10 +348,7 @@ class HostReads:
         """A `HostValue` for an integer beside the batch, which is another in each.
 
         Args:
-            name: its name.
-            value: its value.
             has_many: returns True for a read that comes to too many values.
-            refuse: refuses such a read.
         """
 
         def note(read: HostRead) -> None:

@@ -36,13 +36,7 @@ def make_room(known: dict[K, V], is_idle: Callable[[V], bool] = lambda value: Tr
 
 
 class Signatures:
-    """The signatures that have graphs, in all engines of a run, and those that came before any had.
-
-    Args:
-        max_captured: how many get graphs.
-        warmup_steps: steps before a capture.
-        wording: the words of the front end.
-    """
+    """The signatures that have graphs, in all engines of a run, and those that came before any had."""
 
     def __init__(self, max_captured: int, warmup_steps: int, wording: Wording) -> None:
         self._max_captured = max_captured

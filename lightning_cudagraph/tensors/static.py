@@ -64,7 +64,6 @@ class _Pattern:
         """The tensors and the host values of a batch, each in order; None if the pattern is another.
 
         Args:
-            batch: any batch.
             device_type: the type of device that its tensors must be on.
         """
         found: list[Tensor] = []
@@ -151,7 +150,6 @@ class Loan:
     `x.requires_grad_()`, the gradient that `x` then gets, a hook.
 
     Args:
-        batch: the static batch.
         value: returns what the step gets for a leaf that is no tensor.
 
     Attributes:
@@ -292,7 +290,6 @@ class StaticBatch:
         """The tensors and the host values of a batch of the same signature, in the order of the buffers.
 
         Args:
-            batch: any batch.
             device_type: the type of device that its tensors must be on.
 
         Returns:

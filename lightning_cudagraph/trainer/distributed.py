@@ -77,8 +77,6 @@ def wrapped_on_side_stream(strategy: Strategy, backend: Backend, patches: ExitSt
 
     Args:
         strategy: the strategy of a `fit`, before its setup.
-        backend: the device, or its emulator.
-        patches: restores the method when closed.
     """
     is_lightnings = getattr(strategy._setup_model, "__func__", None) is DDPStrategy._setup_model
     if not (isinstance(strategy, DDPStrategy) and is_lightnings):
@@ -150,7 +148,6 @@ class Distributed:
         """Compare the processes at the start of training.
 
         Args:
-            arguments: the arguments of the callback in this process, by name.
             refused: the reason why this process cannot have graphs, or None.
 
         Raises:

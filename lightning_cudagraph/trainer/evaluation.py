@@ -231,9 +231,7 @@ class GraphedEvaluation:
         """Run a step on the static batch.
 
         Args:
-            batch: the static batch.
             indices: the indices of the batch and of its dataloader.
-            signature: the signature of the batch.
             capturing: True in a capture, False in a rehearsal.
             in_inference_mode: True if eager steps run in inference mode.
 

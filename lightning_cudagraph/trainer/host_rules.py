@@ -110,7 +110,6 @@ def host_rules(
     """Return the rules for one run.
 
     Args:
-        trainer: the trainer.
         harmless: names that may be frozen by a capture and left out of replays.
         stays_on_host: returns True for a module that is called on the host only, such as a metric.
     """
@@ -187,10 +186,8 @@ def refuse_replaced_methods(
     other callables.
 
     Args:
-        module: the module that is trained.
         optimizer: the optimizer, if its step is captured.
         harmless: names of methods that may be replaced.
-        step: the name of the step method.
         callees: other objects with methods that the step calls.
 
     Raises:

@@ -56,12 +56,6 @@ def moving_number(reads: HostReads, name: str, value: int, max_graphs: int) -> H
     """A number that is another in each step, for a capture: what is read of it may have a few values.
 
     Each of them has a graph of its own. Any other read is refused.
-
-    Args:
-        reads: notes the reads.
-        name: the name of the number for the user.
-        value: its value.
-        max_graphs: the most graphs.
     """
 
     def has_many(read: HostRead) -> bool:
@@ -79,7 +73,6 @@ class StepAudit:
     """The audit of a step.
 
     Args:
-        model: the model of the step.
         device: the device of the step; the graph itself handles the generator of a GPU.
 
     Attributes:
@@ -102,11 +95,7 @@ class StepAudit:
         self.after_backward = False
 
     def begin(self, noted: FirstRefusal) -> None:
-        """Begin a run of the step.
-
-        Args:
-            noted: gets the first refusal of the run.
-        """
+        """Begin a run of the step."""
         self._noted = noted
         self.after_backward = False
 
@@ -191,7 +180,6 @@ def frozen_python_audit(
     Args:
         trainer: the trainer or None; its own switches and numbers are watched, and no object below it.
         device: the device of the step; the graph itself handles the generator of a GPU.
-        rules: the meaning of the framework's names, and the names that the user declares harmless.
         others: the user's objects that the step gets, by name; watched with all that they hold.
 
     Yields:

@@ -28,14 +28,7 @@ _NO_OBJECTS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 def note_handed_out(
     frame: FrameType, value: Any, mentioned: MentionedNames, leaves_out: Callable[[Any], bool]
 ) -> None:
-    """Record the value that a framework function returns to user code.
-
-    Args:
-        frame: the frame of the returning function.
-        value: its return value.
-        mentioned: gets the record.
-        leaves_out: True for an object that is not recorded.
-    """
+    """Record the value that a framework function returns to user code."""
     code = frame.f_code
     receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     kind = type(receiver)

@@ -81,7 +81,6 @@ class HeldIterator:
     """Replacement for an iterator during a capture, which refuses draws.
 
     Args:
-        name: its name for the user.
         of: its holder, in words.
     """
 

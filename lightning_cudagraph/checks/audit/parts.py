@@ -335,9 +335,7 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
 
     Args:
         value: the object, or its attribute dictionary.
-        owner: the object.
         of: the start of `path`, in words.
-        **kwargs: other fields of the node.
     """
     kind = type(value)
     holder: Any = value

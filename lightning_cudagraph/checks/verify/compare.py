@@ -186,7 +186,6 @@ def verification_error(
 
     Args:
         differing: the names that differ, in the order of the step; none if only random state does.
-        expected: values after an eager step.
         found: values after a replay.
         outputs: names of the values that are not state.
     """

@@ -152,7 +152,6 @@ class Verifier:
 
         Args:
             graph: the graph, as a key.
-            replay_idx: its index among the replays of this graph.
             is_unproved: it is the first replay of one of several capture instances, which may come later
                 than the first replays.
         """

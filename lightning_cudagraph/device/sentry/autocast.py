@@ -39,8 +39,6 @@ def reaching(
     """Switch autocast on for an op below a mode if it would be on without the mode.
 
     Args:
-        func: the op.
-        device_type: the type of the device that is captured.
         unknown: called with the name of an op if the state of autocast is unknown, because the Python
             code of another op, which may have switched autocast off, calls this one.
     """

@@ -73,7 +73,6 @@ def collective_hook(hook: CollectiveHook, captured: bool) -> Iterator[None]:
     """Call a hook around the collectives that any thread issues inside the `with` block.
 
     Args:
-        hook: the hook.
         captured: True in a capture, where the sentry calls the hooks.
     """
     _hooks.append(hook)

@@ -81,7 +81,6 @@ def refuse(error: UnsupportedError, subject: Hashable = None) -> None:
     """Raise an error; or, where refusals are gathered, add it to them and return.
 
     Args:
-        error: the error.
         subject: what is found by several checks, or in several runs, each with other words; None for
             what the text of the error tells from all others.
     """

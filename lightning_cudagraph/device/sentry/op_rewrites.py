@@ -133,9 +133,7 @@ class MendingSentry(Sentry):
     """A sentry that rewrites copies from the host where it can make them safe.
 
     Args:
-        generators: generators that the graph may draw from.
         memory: host memory of the graph, from which copies read.
-        branches: the streams of the capture, if it has several.
     """
 
     def __init__(

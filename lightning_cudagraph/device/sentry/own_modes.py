@@ -41,7 +41,6 @@ def not_compiled(function: Callable[..., Any], with_what_it_calls: bool = False)
     code; only compiling it by itself is skipped.
 
     Args:
-        function: the function.
         with_what_it_calls: True to skip the functions that it calls, too.
     """
     frames: Any = eval_frame

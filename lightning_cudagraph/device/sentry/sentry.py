@@ -447,10 +447,6 @@ def is_capturing() -> bool:
 class Sentry(OwnDispatchMode):
     """A dispatch mode that checks every op of a capture before it runs.
 
-    Args:
-        device_type: the type of the device that is captured.
-        generators: generators that the graph may draw from.
-
     Attributes:
         flow: gets the data flow of the ops; None if it is not wanted.
     """

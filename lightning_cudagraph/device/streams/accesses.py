@@ -122,7 +122,6 @@ def made_by(result: Any, tensors: list[Tensor], device_type: str) -> list[Tensor
     """The results of an op in storages that it has allocated, one for each storage.
 
     Args:
-        result: the return value of the op.
         tensors: its tensor arguments, from before the call.
         device_type: results on other types of device are left out.
     """

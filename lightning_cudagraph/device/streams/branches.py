@@ -42,7 +42,6 @@ class Branches:
 
     Args:
         streams: streams of one capture. The first is the step's own, which is current between ops.
-        graph: the graph that they are captured into.
 
     Attributes:
         used: the number of streams with an op.

@@ -195,7 +195,6 @@ class Flow:
         """Place the next op.
 
         Args:
-            reads: address ranges that it reads.
             writes: existing memory that it writes; `made` takes the memory that it allocates.
             cost: estimated time, about 1 for a small kernel.
             also_after: called with the stream and the begin of the op there; returns further ops to wait
@@ -342,7 +341,6 @@ class HeldMemory:
     """Memory that streams other than its own still use, and that must not be freed yet.
 
     Args:
-        flow: the assignment of ops to streams.
         is_free: called with an owner; True if nothing else refers to it.
     """
 
@@ -357,10 +355,8 @@ class HeldMemory:
         """Keep memory that an op uses, if it belongs to another stream.
 
         Args:
-            placed: the op.
             home: the stream that the memory was allocated on.
             owner: an object that keeps the memory alive.
-            size_bytes: size of the memory.
         """
         if placed.stream != home:
             uses = self._held.setdefault((home, placed.stream), deque())
@@ -384,7 +380,6 @@ class HeldMemory:
         that have ended by then, for which the wait costs nothing.
 
         Args:
-            home: the stream.
             time: the time at which it goes on.
             allowed_bytes: its memory that may be held for others; four times as much for ops that have
                 not ended.

@@ -31,7 +31,6 @@ class RecordedFlow:
     """The ops of a capture, in order.
 
     Args:
-        device_type: the type of the device.
         position: returns the position in the capture, which moves with each launch.
 
     Attributes:

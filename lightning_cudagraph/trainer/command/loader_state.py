@@ -21,10 +21,6 @@ class LoaderState:
 
     Python objects, NumPy arrays and the states of generators are put back. Iterators and files cannot
     be, and the memory of tensors is not copied; what has changed of these is named.
-
-    Args:
-        loaders: the object at which the record begins.
-        name: its name for users.
     """
 
     def __init__(self, loaders: object, name: str) -> None:

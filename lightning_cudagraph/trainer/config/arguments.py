@@ -57,8 +57,6 @@ def check_company(trainer: pl.Trainer, kind: type[Callback], is_off: bool) -> No
     """Check the trainer of the callback, and its other callbacks.
 
     Args:
-        trainer: the trainer.
-        kind: the class of the callback.
         is_off: True for a run as without the callback.
 
     Raises:

@@ -26,10 +26,8 @@ def pad_batches(
     and without them, so that all runs with the same buckets have the same numbers.
 
     Args:
-        trainer: the trainer.
         buckets: the buckets, applied one after the other.
         evaluation: pad in validation, test and prediction too.
-        patches: ends the padding when it is closed.
     """
     plugin = trainer.precision_plugin
     convert = getattr(plugin, _CONVERT)

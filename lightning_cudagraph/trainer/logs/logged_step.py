@@ -60,8 +60,6 @@ class LoggedStep:
     replay one copy each takes them out of the graph's memory.
 
     Args:
-        events: the recorded events.
-        sums: the running sums of this kind of step.
         slots: the sums that the graph has added to, by key.
         values: the values to pack, by the index of their event.
         loss: the step's loss, which is packed with them.
@@ -146,7 +144,6 @@ class LoggedStep:
         """Call the metrics and log the values of the last replay, as the step itself would.
 
         Args:
-            trainer: the trainer that logs.
             replays: the number of replays since the last call; more than one only if `can_wait`.
             is_late: the batch of the step is over, and the next one may have begun.
 

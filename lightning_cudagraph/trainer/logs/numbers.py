@@ -112,10 +112,6 @@ class LoggedNumbers:
     def note(self, words: str, value: Any) -> None:
         """Add a number of the step under way.
 
-        Args:
-            words: its description in messages.
-            value: the number.
-
         Raises:
             CaptureError: if it changes. The message names the user's line.
         """

@@ -74,8 +74,6 @@ class Logs:
 
     Args:
         trainer: the trainer, whose active loop gets the values.
-        module: the module that logs.
-        metrics: its metrics.
         adds: the graphs add values up; otherwise Lightning does, after each replay.
     """
 
@@ -195,7 +193,6 @@ class Logs:
 
         Args:
             place: the kind of step.
-            batch: its batch.
             capturing: the step is captured, and not run eagerly for a comparison.
 
         Yields:
@@ -252,8 +249,6 @@ class Logs:
 
         Args:
             events: the events that `recorded` has recorded of it.
-            place: the kind of step.
-            capturing: the step is captured.
             loss: the step's loss, which is packed with them.
             is_last: the last or only part of the step.
 

@@ -62,7 +62,6 @@ class ShownValues:
 
     Args:
         is_late: returns True for a tensor that a read would have to wait for.
-        event: makes an event of the device.
 
     Attributes:
         is_drawing: a bar is being drawn that can do with the values of an earlier step.

@@ -103,7 +103,6 @@ class Slot:
 
         Args:
             value: a copy of the value that the last replay logged.
-            replays: the number of replays.
         """
         state, meta = self._state, self.metric.meta
         state["_update_count"] += replays
@@ -194,7 +193,6 @@ class SumsOfPlace:
         """Copy the values of Lightning's objects into the static tensors, before a replay.
 
         Args:
-            results: Lightning's objects.
             counts: in this step Lightning would add to the current values, and not reset them.
         """
         self.live = (

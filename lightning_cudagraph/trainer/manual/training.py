@@ -144,13 +144,7 @@ class ManualTraining:
     def finish(
         self, summary: RunSummary, notes: Sequence[str] = (), exception: BaseException | None = None
     ) -> RunSummary:
-        """Complete the summary of the run.
-
-        Args:
-            summary: of the run so far.
-            notes: further notes for the user.
-            exception: the exception that ended the run, or None.
-        """
+        """Complete the summary of the run."""
         said = [*self._run.notes, *notes]
         if self._is_timed:
             said.append("layers are not timed in manual optimization")

@@ -155,13 +155,7 @@ class Probe:
 
 
 class GraphCall(MetricCall):
-    """A call with its arithmetic in the graph; after a replay the host updates the bookkeeping.
-
-    Args:
-        name: of the metric in the module.
-        entries: changes to the bookkeeping.
-        outputs: static tensors of the result.
-    """
+    """A call with its arithmetic in the graph; after a replay the host updates the bookkeeping."""
 
     def __init__(self, name: str, entries: list[_Entry], outputs: list[Tensor]) -> None:
         self.name = name
@@ -228,7 +222,6 @@ class ReferenceCall(MetricCall):
     """An access to members of a collection (`collection["accuracy"]`), which joins or splits states.
 
     Args:
-        collection: the collection.
         copy: the members of a compute group get copies of its state.
     """
 

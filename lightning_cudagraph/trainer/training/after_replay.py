@@ -38,9 +38,6 @@ class AfterReplay:
         """Call the hooks of one graph break, where an eager step calls them.
 
         Args:
-            outputs: the static outputs of the replay.
-            index: of the graph break.
-            closure: the closure of the step.
             optimizer: the optimizer, if it is in the graph.
         """
         turn = outputs.turns[index]
@@ -64,8 +61,6 @@ class AfterReplay:
         """Leave the state that Lightning has at the end of an eager step.
 
         Args:
-            outputs: the static outputs of the replay.
-            accumulation: the accumulation phase of the step.
             timed: the times of the step are shown.
             wanted: return the outputs at once. If not, what was logged waits until it is asked for.
 

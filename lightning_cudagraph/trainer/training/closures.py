@@ -25,7 +25,6 @@ class GraphClosure(Closure):
     Args:
         closure: Lightning's own closure.
         kwargs: the arguments of `training_step`, the batch first.
-        batch_idx: index of the batch.
         call: does the step, given this closure and the call of Lightning's own.
     """
 

@@ -206,8 +206,6 @@ class GraphedTraining:
         """Complete the summary of the run with times and notes, and show it.
 
         Args:
-            summary: of the run so far.
-            notes: further notes for the user.
             exception: the exception that ended the run, or None. With one, no device value is read.
         """
         said = [*self._notes(), *notes]

@@ -203,8 +203,6 @@ class TrainingSteps:
         """Do a step on the fast path: a replay without a closure.
 
         Args:
-            batch: the batch of the step.
-            batch_idx: its index.
             drops: the step drops gradients.
             steps: the optimizer steps.
 

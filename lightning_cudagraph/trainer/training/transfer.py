@@ -63,8 +63,6 @@ class BatchTransfer:
 
         Args:
             batch: as the loader yields it.
-            *args: further arguments of `batch_to_device`.
-            **kwargs: further arguments of `batch_to_device`.
 
         Returns:
             The static batch, or None if nothing was copied.

@@ -76,9 +76,6 @@ class Recorder:
         """Run a step on the static batch.
 
         Args:
-            batch: the static batch.
-            closure: Lightning's closure for the batch of this step.
-            body: the captured part of the step.
             timings: the timed layers, or None for no events.
             cut: called at each graph break; None outside of a capture.
             place: the kind of step: its accumulation phase and batch signature.

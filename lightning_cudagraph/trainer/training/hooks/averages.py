@@ -37,7 +37,6 @@ class Averages:
     """The averages of one `fit`.
 
     Args:
-        run: the shared state of the `fit`.
         is_in_step: returns True while a training step is under way; an update in it is part of it.
     """
 

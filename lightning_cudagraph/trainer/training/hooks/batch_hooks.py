@@ -75,8 +75,6 @@ class BatchHooks:
 
         Args:
             outputs: the static outputs of a replay, or those that Lightning has made of another step.
-            batch: the batch of the step.
-            batch_idx: its index.
         """
         trainer, module, names, host = self._trainer, self._module, self._names, self._host
         before = names["_current_fx_name"]

@@ -61,7 +61,6 @@ class _AutogradOfLoss(OwnFunctionMode):
     """Function mode that detects use of the loss's autograd graph, which a replayed loss does not have.
 
     Args:
-        loss: the loss that a hook is given.
         found: called when a hook uses the loss's autograd graph.
     """
 
