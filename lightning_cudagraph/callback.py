@@ -408,7 +408,7 @@ class CUDAGraphCallback(Callback):
                 self._begin()
             try:
                 self._evaluation = GraphedEvaluation(
-                    trainer, module, self._backend_for(trainer), self._settings(trainer), stage
+                    trainer, module, self._backend_for(trainer), self._settings(), stage
                 )
             except UnsupportedError as error:
                 if self.on_unsupported == "raise":
@@ -430,7 +430,7 @@ class CUDAGraphCallback(Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, processes: Distributed
     ) -> GraphedTraining | ManualTraining:
         """Make the captured training of a run, if all its processes can have the same."""
-        settings = self._settings(trainer)
+        settings = self._settings()
         training: GraphedTraining | ManualTraining | None = None
         refused: UnsupportedError | None = None
         try:
@@ -476,7 +476,7 @@ class CUDAGraphCallback(Callback):
             self._description = self._backend.description
         return self._backend
 
-    def _settings(self, trainer: pl.Trainer) -> Settings:
+    def _settings(self) -> Settings:
         return Settings(
             self.scope,
             self.warmup_steps or DEFAULT_WARMUP_STEPS,

@@ -315,7 +315,7 @@ class Captures(Generic[T]):
                 'Keep it constant, or pass `scope="forward_backward"`.',
                 in_optimizer=True,
             )
-        maker = self._graphs.maker(step, signature)
+        maker = self._graphs.maker(step)
         if isinstance(maker, CapturedStep):
             maker.put_back_gradients()
         else:

@@ -100,7 +100,7 @@ class Plans(Generic[T]):
             captured.mismatches = 0
         else:
             left = self._warm_ups.left(signature, step.accumulation)
-            if left > 0 or not self._is_settled() or self._graphs.maker(step, signature) is NOT_YET:
+            if left > 0 or not self._is_settled() or self._graphs.maker(step) is NOT_YET:
                 return Intent.WARM_UP, "", signature, None
             return Intent.CAPTURE, "", signature, None
         if self.is_due(step, captured):

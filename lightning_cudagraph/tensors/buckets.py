@@ -59,7 +59,7 @@ class Buckets:
     length_key: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        lengths = _whole_numbers("lengths", self.lengths)
+        lengths = _whole_numbers(self.lengths)
         object.__setattr__(self, "lengths", tuple(sorted(set(lengths))))
         if not isinstance(self.values, Mapping) or not self.values:
             expected = 'a dictionary of tensors and the values to pad with, such as `{"input_ids": 0}`'
@@ -102,7 +102,7 @@ class Buckets:
 
             buckets = Buckets.from_sample(lengths, 8, values={"input_ids": 0, "labels": -100})
         """
-        sample = _whole_numbers("lengths", lengths, "Buckets.from_sample")
+        sample = _whole_numbers(lengths, "Buckets.from_sample")
         if type(max_buckets) is not int or max_buckets < 1:
             raise _wrong("max_buckets", max_buckets, "an int of at least 1", "Buckets.from_sample")
         chosen = best_lengths(Counter(sample), max_buckets)
@@ -242,14 +242,14 @@ def best_lengths(counts: Mapping[int, int], most: int) -> tuple[int, ...]:
     return tuple(reversed(chosen))
 
 
-def _whole_numbers(name: str, value: Any, owner: str = "Buckets") -> list[int]:
+def _whole_numbers(value: Any, owner: str = "Buckets") -> list[int]:
     try:
         found = [length.__index__() for length in value]
     except (AttributeError, TypeError):
         found = []
     if not found or min(found) < 1:
         shown = value if isinstance(value, (list, tuple)) and len(value) < 10 else type(value)
-        raise _wrong(name, shown, "ints of at least 1, and at least one of them", owner)
+        raise _wrong("lengths", shown, "ints of at least 1, and at least one of them", owner)
     return found
 
 

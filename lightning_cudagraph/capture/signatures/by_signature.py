@@ -198,7 +198,7 @@ class GraphsBySignature(Generic[T]):
             return [*self._graphs.values()]
         return [latest, *(graphs for graphs in self._graphs.values() if graphs is not latest)]
 
-    def maker(self, step: Step[T], signature: Signature) -> CapturedStep[T] | NotYet | None:
+    def maker(self, step: Step[T]) -> CapturedStep[T] | NotYet | None:
         """Return the captured step that makes the gradients to which this step adds.
 
         Micro-batches of one window can differ in signature. So the first captured one serves all: the

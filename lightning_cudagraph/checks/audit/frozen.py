@@ -193,7 +193,7 @@ def frozen_python_audit(
     audit = known or StepAudit(model, device, rules)
     try:
         if known is None:
-            audit.state.add(*_roots(model, trainer, rules, others or {}))
+            audit.state.add(*_roots(model, trainer, others or {}))
         else:
             audit.state.record_again()  # patches of each capture are objects of their own
         with first_refusal_kept() as noted, audit.calls if known is None else nullcontext():
@@ -225,9 +225,7 @@ def _scope(rules: HostRules, device: torch.device) -> Scope:
     return Scope(stops, modules=modules, in_capture=True, harmless=rules.harmless)
 
 
-def _roots(
-    model: nn.Module, trainer: Any, rules: HostRules, others: Mapping[str, Any]
-) -> Iterable[Root]:
+def _roots(model: nn.Module, trainer: Any, others: Mapping[str, Any]) -> Iterable[Root]:
     """The roots of the walk over objects that a step can change."""
     yield Root(torch.default_generator, "torch.default_generator", "")
     yield Root(random.getstate.__self__, "random", "")  # type: ignore[attr-defined]

@@ -232,12 +232,12 @@ def _sums(summary: WindowSummary, layers: list[Layer]) -> list[str]:
     return lines
 
 
-def window_text(summary: WindowSummary, max_layers: int = 40) -> str:
+def window_text(summary: WindowSummary) -> str:
     """The tables of a window: parts of the step, then layers."""
     if not summary.n_readings:
         return "No step was timed."
     steps = f"{summary.first_step} to {summary.last_step}"
     lines = [f"{timed_steps(summary.n_readings)}, {steps}"]
-    for text in (parts_table(summary), layer_table(summary, max_layers)):
+    for text in (parts_table(summary), layer_table(summary)):
         lines += ["", *text] if text else []
     return "\n".join(lines)

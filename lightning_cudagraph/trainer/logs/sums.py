@@ -22,14 +22,7 @@ from lightning_cudagraph.compat.names.lightning_names import (
     _ResultMetric,
 )
 
-__all__ = ["RESULT_NAMES", "LoggedValue", "RunningSums", "Slot", "SumsOfPlace", "add", "converted"]
-
-
-# Attributes of Lightning's `_ResultMetric` that are set here.
-RESULT_NAMES = (
-    *("value", "cumulated_batch_size", "_forward_cache"),
-    *("_update_count", "_computed", "_defaults", "has_reset"),
-)
+__all__ = ["LoggedValue", "RunningSums", "Slot", "SumsOfPlace", "add", "converted"]
 
 
 def converted(value: Tensor) -> Tensor:

@@ -17,32 +17,43 @@ __all__ = ["BEFORE_ARGUMENTS", "batches_unseen", "gradients_unseen", "is_known",
 
 # Hooks that Lightning calls between two steps in the middle of an epoch, or at graph breaks. After those
 # at the ends of an epoch, and around validation and checkpoints, all guards are compared anyway.
-_INSIDE_OF_CALLBACKS = (
+_OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+_OF_CALLBACKS = (
+    *_OF_BATCHES,
     "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
 )
-_INSIDE_OF_MODULES = ("on_before_zero_grad",)
-_OPTIMIZER_METHODS = ("optimizer_zero_grad", "optimizer_step", "lr_scheduler_step")
-_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-# Of these, the hooks that get a batch on the device, and may keep it.
+# The hooks that get a batch on the device, and may keep it.
 _ARRIVED = ("transfer_batch_to_device", "on_after_batch_transfer")
+_TRANSFERS = ("on_before_batch_transfer", *_ARRIVED)
+_OF_MODULES = (
+    *_OF_BATCHES,
+    "on_before_zero_grad",
+    *_TRANSFERS,
+    "optimizer_zero_grad",
+    "optimizer_step",
+    "lr_scheduler_step",
+)
 # Trainer and module, which a hook of a callback gets before its other arguments.
 BEFORE_ARGUMENTS = 2
 _KNOWN = ("lightning.", "lightning_cudagraph.", "lightning_utilities.", "torch.")
 
 
-def undisturbed(trainer: pl.Trainer, module: pl.LightningModule, stage: str = "train") -> bool:
-    """True if no user code runs between two steps; `stage` is as in the names of their hooks."""
-    hooks = _hooks(trainer, module, stage, _TRANSFERS)
-    if stage == "train":
-        hooks += [getattr(module, name) for name in _OPTIMIZER_METHODS]
-        schedulers = [config.scheduler for config in getattr(trainer, "lr_scheduler_configs", ())]
-        hooks += [scheduler.step for scheduler in schedulers]
-        if not all(map(_is_of_torch, schedulers)):
-            return False
-    return _all_known(hooks)
+def undisturbed(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """True if no user code runs between two steps."""
+    schedulers = [config.scheduler for config in getattr(trainer, "lr_scheduler_configs", ())]
+    hooks = [getattr(module, name) for name in _OF_MODULES]
+    hooks += [getattr(callback, name) for callback in callbacks_of(trainer) for name in _OF_CALLBACKS]
+    hooks += _of_datamodule(trainer, _TRANSFERS)
+    hooks += [scheduler.step for scheduler in schedulers]
+    return all(map(_is_of_torch, schedulers)) and _all_known(hooks)
+
+
+def _of_datamodule(trainer: pl.Trainer, names: tuple[str, ...]) -> list[Any]:
+    datamodule = getattr(trainer, "datamodule", None)
+    return [] if datamodule is None else [getattr(datamodule, name) for name in names]
 
 
 def _is_of_torch(scheduler: Any) -> bool:
@@ -84,9 +95,7 @@ def gradients_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
 
 def batches_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     """True if no user hook reads a batch on the device."""
-    arrived = [getattr(module, name) for name in _ARRIVED]
-    if (datamodule := getattr(trainer, "datamodule", None)) is not None:
-        arrived += [getattr(datamodule, name) for name in _ARRIVED]
+    arrived = [getattr(module, name) for name in _ARRIVED] + _of_datamodule(trainer, _ARRIVED)
     around = [
         (getattr(owner, f"on_train_batch_{name}"), position + is_callback)
         for is_callback, owners in ((0, [module]), (BEFORE_ARGUMENTS, callbacks_of(trainer)))
@@ -94,22 +103,6 @@ def batches_unseen(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
         for name, position in (("start", 0), ("end", 1))
     ]
     return _all_known(arrived) and all(is_known(hook) or ignores(hook, at) for hook, at in around)
-
-
-def _hooks(
-    trainer: pl.Trainer, module: pl.LightningModule, stage: str, transfers: tuple[str, ...]
-) -> list[Any]:
-    around = (f"on_{stage}_batch_start", f"on_{stage}_batch_end")
-    of_module, of_callbacks = (
-        ((*around, *_INSIDE_OF_MODULES), (*around, *_INSIDE_OF_CALLBACKS))
-        if stage == "train"
-        else (around, around)
-    )
-    hooks = [getattr(module, name) for name in (*of_module, *transfers)]
-    hooks += [getattr(callback, name) for callback in callbacks_of(trainer) for name in of_callbacks]
-    if (datamodule := getattr(trainer, "datamodule", None)) is not None:
-        hooks += [getattr(datamodule, name) for name in transfers]
-    return hooks
 
 
 def _all_known(hooks: list[Any]) -> bool:
