@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cudagraph.capture.graph import CapturedStep
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
@@ -65,15 +65,6 @@ _trials = _Trials()
 def is_trial() -> bool:
     """True if replays of this thread are trials, with effects that are undone."""
     return _trials.under_way
-
-
-@contextmanager
-def _trial() -> Iterator[None]:
-    _trials.under_way = True
-    try:
-        yield
-    finally:
-        _trials.under_way = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,11 +255,8 @@ class StreamChoice:
         """The number of streams, and the capture on them if its memory pool can be kept."""
         trials: list[_Trial] = []
         try:
-            self._backend.records_flow = True
-            try:
+            with setting(self._backend, records_flow=True):
                 one = self._try(1, capture)
-            finally:
-                self._backend.records_flow = False
             trials.append(one)
             flow, self._backend.flow = self._backend.flow, None
             assert flow is not None
@@ -351,7 +339,7 @@ class StreamChoice:
         rng_state = self._backend.rng_state()
         copies = {name: tensor.detach().clone() for name, tensor in live.items()}
         try:
-            with _trial():
+            with setting(_trials, under_way=True):
                 trial.replay_ms = self._replay_ms(trial.captured)
         finally:
             with torch.no_grad():

@@ -11,7 +11,7 @@ Warm-up finds these attributes: before each step they hold different tensors of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.checks.audit.host_objects import VALUES
+from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.errors import CaptureError, see
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 from lightning_cudagraph.tensors.writes import storage_id
@@ -339,17 +340,9 @@ class ReboundAttributes:
                 carried.namespace[carried.name] = carried.buffers
             raise
 
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
+    def as_before(self) -> AbstractContextManager[None]:
         """Bind the values from before the step for the enclosed host code in the middle of it."""
-        now = [(carried, carried.namespace.get(carried.name)) for carried in self._carried]
-        for carried in self._carried:
-            carried.namespace[carried.name] = carried.buffers
-        try:
-            yield
-        finally:
-            for carried, value in now:
-                carried.namespace[carried.name] = value
+        return bound((each.namespace, each.name, each.buffers) for each in self._carried)
 
     def _settle(self, turns: str) -> None:
         """Copy the values that a step has left into the static tensors."""

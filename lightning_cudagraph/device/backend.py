@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch.autograd import set_multithreading_enabled
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.features import CUDA
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 from lightning_cudagraph.compat.tables import require
@@ -381,11 +382,8 @@ class CudaBackend:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
-        try:
+        with setting(self, _pool=torch.cuda.graph_pool_handle()):
             yield
-        finally:
-            self._pool = pool
 
     def stay(self, graph: Graph) -> bool:
         if self._is_in_use(self._pool):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import set_multithreading_enabled
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.names.torch_names import is_traceable_wrapper_subclass
 from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.device.generators import Generators
@@ -353,8 +354,7 @@ class EmulatedGraph:
         return sum(storages.values())
 
 
-@contextmanager
-def _resizes_recorded(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
+def _resizes_recorded(graph: EmulatedGraph, undo: _Undo) -> AbstractContextManager[None]:
     """Record resizes of storages during a capture; there is no op for them."""
     thread = threading.get_ident()
 
@@ -364,30 +364,22 @@ def _resizes_recorded(graph: EmulatedGraph, undo: _Undo) -> Iterator[None]:
             graph.tape.add_mark(_Resize(storage, size_bytes))
         return _resize(storage, size_bytes)
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+    return setting(torch.UntypedStorage, resize_=resize_)
 
 
 @contextmanager
 def _reported_by_torch() -> Iterator[None]:
     """Make `torch.cuda.is_current_stream_capturing` true during a capture, for libraries that ask."""
-    name = "is_current_stream_capturing"
-    owners: list[Any] = [torch.cuda, torch.cuda.graphs]
-    plain = [getattr(owner, name) for owner in owners]
+    plain = torch.cuda.is_current_stream_capturing
 
-    def is_current_stream_capturing() -> bool:
-        return EmulatedGraph.recording() is not None or plain[0]()
+    def asked() -> bool:
+        return EmulatedGraph.recording() is not None or plain()
 
-    for owner in owners:
-        setattr(owner, name, is_current_stream_capturing)
-    try:
+    with (
+        setting(torch.cuda, is_current_stream_capturing=asked),
+        setting(torch.cuda.graphs, is_current_stream_capturing=asked),
+    ):
         yield
-    finally:
-        for owner, function in zip(owners, plain, strict=True):
-            setattr(owner, name, function)
 
 
 class _OneHotAsOnCuda(OwnFunctionMode):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+from lightning_cudagraph.compat.attributes import setting
 
 __all__ = ["HostWork", "host_work_of", "work_under_capture"]
 
@@ -44,15 +46,9 @@ class HostWork:
             after()
 
 
-@contextmanager
-def host_work_of(parts: list[HostWork]) -> Iterator[None]:
+def host_work_of(parts: list[HostWork]) -> AbstractContextManager[None]:
     """Make these the host work of the graph that this thread captures, one per part."""
-    outer = getattr(_here, "parts", None)
-    _here.parts = parts
-    try:
-        yield
-    finally:
-        _here.parts = outer
+    return setting(_here, parts=parts)
 
 
 def work_under_capture() -> HostWork:

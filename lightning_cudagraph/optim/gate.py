@@ -7,13 +7,14 @@ run in that form (`scalar_ops.py`). Memory that any other op of the step writes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import local
@@ -94,14 +95,9 @@ class Gate(OwnDispatchMode):
         self.restored = len(self._saved)
         self._saved.clear()  # their memory is free for the rest of the graph
 
-    @contextmanager
-    def passing(self) -> Iterator[None]:
+    def passing(self) -> AbstractContextManager[None]:
         """Let the enclosed ops write: they leave their targets alone if the step is skipped."""
-        before, self._passes = self._passes, True
-        try:
-            yield
-        finally:
-            self._passes = before
+        return setting(self, _passes=True)
 
     def put(self, target: Tensor, value: Tensor) -> Tensor:
         """Write a value into a tensor, unless the step is skipped."""

@@ -8,7 +8,7 @@ no attributes, so they are set after it, to copies of the recomputed tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+
+from lightning_cudagraph.compat.attributes import bound
 
 __all__ = ["Recomputed", "detach_recomputed", "recomputed_apart", "recomputed_names"]
 
@@ -62,9 +64,6 @@ def detach_recomputed(model: nn.Module) -> None:
                 vars(module)[name] = value.detach()
 
 
-_MISSING = object()
-
-
 class RecomputedStep(list[Recomputed]):
     """The recomputed attributes of one step.
 
@@ -84,22 +83,9 @@ class RecomputedStep(list[Recomputed]):
             if name in attributes
         ]
 
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
+    def as_before(self) -> AbstractContextManager[None]:
         """Restore the attributes from before the step inside the `with` block."""
-        now = [
-            (attributes, name, attributes.get(name, _MISSING)) for attributes, name, _ in self._before
-        ]
-        for attributes, name, value in self._before:
-            attributes[name] = value
-        try:
-            yield
-        finally:
-            for attributes, name, value in now:
-                if value is _MISSING:
-                    del attributes[name]
-                else:
-                    attributes[name] = value
+        return bound(self._before)
 
 
 @contextmanager

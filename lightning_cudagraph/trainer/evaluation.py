@@ -34,6 +34,7 @@ from lightning_cudagraph.checks.guards.guards import (
     Unguarded,
 )
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import CaptureError, Wording
@@ -326,13 +327,10 @@ class GraphedEvaluation:
     def _undone(self) -> Iterator[None]:
         """Undo the effects of Lightning's own code on the host in a capture."""
         self._logs.begin_transaction()
-        fx_name = self._module._current_fx_name
         self._metrics.prepare()
-        try:
-            with self._replicas.undone():
-                yield
-        finally:
-            self._module._current_fx_name = fx_name
+        module = self._module
+        with setting(module, _current_fx_name=module._current_fx_name), self._replicas.undone():
+            yield
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import lightning.pytorch as pl
@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler, PyTorchProfiler
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.hooks.user_hooks import is_known
 
@@ -41,21 +42,15 @@ def _profiler_of(trainer: pl.Trainer) -> Profiler | None:
     return None if isinstance(profiler, PassThroughProfiler) else profiler
 
 
-@contextmanager
-def unprofiled(trainer: pl.Trainer) -> Iterator[None]:
+def unprofiled(trainer: pl.Trainer) -> AbstractContextManager[None]:
     """Disable the profiler in a capture or rehearsal.
 
     In a capture it would disable the audit's hook of the interpreter (`AdvancedProfiler`), or start a
     trace, which needs an idle device (`PyTorchProfiler`). Rehearsals are no steps of the run.
     """
-    if (profiler := _profiler_of(trainer)) is None:
-        yield
-        return
-    vars(trainer)["profiler"] = PassThroughProfiler()
-    try:
-        yield
-    finally:
-        vars(trainer)["profiler"] = profiler
+    if _profiler_of(trainer) is None:
+        return nullcontext()
+    return setting(trainer, profiler=PassThroughProfiler())
 
 
 def around_replays(trainer: pl.Trainer) -> Callable[[], AbstractContextManager[object]]:

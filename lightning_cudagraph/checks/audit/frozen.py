@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, nearest_line
 from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.sentry.first_refusal import (
     FirstRefusal,
     backward_ended,
@@ -151,18 +152,13 @@ class _OfThread(threading.local):
 _here = _OfThread()
 
 
-@contextmanager
-def one_audit() -> Iterator[None]:
+def one_audit() -> AbstractContextManager[None]:
     """Let the captures of one step share the audit of the first.
 
     They run the same Python from the same state, and the first has read nothing that moves. So the calls
     of the others are not watched, which takes half of the time of a capture. What they change is.
     """
-    before, _here.shared = _here.shared, {}
-    try:
-        yield
-    finally:
-        _here.shared = before
+    return setting(_here, shared={})
 
 
 @contextmanager

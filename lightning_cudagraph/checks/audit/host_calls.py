@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from enum import Enum
@@ -40,6 +40,7 @@ from lightning_cudagraph.checks.audit.host_lines import (
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
 from lightning_cudagraph.device.sentry.first_refusal import refuse
 from lightning_cudagraph.device.sentry.sentry import is_installed, is_users, user_frame
@@ -185,17 +186,12 @@ class _OfThread(threading.local):
 _here = _OfThread()
 
 
-@contextmanager
-def uses_refused(receivers: Mapping[int, Any]) -> Iterator[None]:
+def uses_refused(receivers: Mapping[int, Any]) -> AbstractContextManager[None]:
     """Let the audits of captures in this thread refuse calls of C methods of these objects, by id.
 
     No walk sees their state, such as that of a database connection.
     """
-    before, _here.receivers = _here.receivers, receivers
-    try:
-        yield
-    finally:
-        _here.receivers = before
+    return setting(_here, receivers=receivers)
 
 
 class HostCalls:

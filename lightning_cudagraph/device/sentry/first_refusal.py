@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.errors import Finding, Location, UnsupportedError
 
 __all__ = [
@@ -135,11 +136,8 @@ def one_finding() -> Iterator[None]:
     if found is None or found.is_quiet:
         yield
         return
-    found.is_quiet = True
-    try:
+    with setting(found, is_quiet=True):
         yield
-    finally:
-        found.is_quiet = False
 
 
 def refuse_together(*checks: Callable[[], object]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.names import torch_names
 from lightning_cudagraph.device.sentry.sentry import user_location
 from lightning_cudagraph.errors import CaptureError, Location
@@ -143,16 +144,12 @@ def refused_on_cpu() -> Iterator[None]:
         yield
         return
     kind = output_code.CompiledFxGraph
-    call = kind.__call__
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise _unseen(user_location())
 
-    kind.__call__ = refuse
-    try:
+    with setting(kind, __call__=refuse):
         yield
-    finally:
-        kind.__call__ = call
 
 
 def _unseen(where: Location | None) -> CaptureError:

@@ -10,13 +10,14 @@ those of the last step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.names.lightning_names import _ResultMetric
 
 __all__ = ["ShownValues"]
@@ -81,14 +82,9 @@ class ShownValues:
         self.is_drawing = False
         self.waits = 0
 
-    @contextmanager
-    def drawn(self) -> Iterator[None]:
+    def drawn(self) -> AbstractContextManager[None]:
         """Context of the hook of a bar that is drawn after a replay."""
-        self.is_drawing = True
-        try:
-            yield
-        finally:
-            self.is_drawing = False
+        return setting(self, is_drawing=True)
 
     def metrics(self, results: Iterable[_ResultMetric]) -> dict[str, dict[str, Any]] | None:
         """The part of `_ResultCollection.metrics` that a bar reads; None if Lightning has to make it."""

@@ -22,6 +22,7 @@ from torch.amp import GradScaler
 from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import in_place, patch_method
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
@@ -321,12 +322,8 @@ class _ManualRecorder(StepRecorder):
     def undone(self) -> Iterator[None]:
         self.logs.begin_transaction()
         module: Any = self.trainer.lightning_module
-        fx_name = module._current_fx_name
-        with super().undone():
-            try:
-                yield
-            finally:
-                module._current_fx_name = fx_name
+        with super().undone(), setting(module, _current_fx_name=module._current_fx_name):
+            yield
 
 
 class _ManualRun(StepRun):

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.trainer.metrics.of_model import found_metrics, metrics_of, replaced
 from lightning_cudagraph.trainer.metrics.trials import MetricTrials
 
@@ -95,7 +96,7 @@ class MetricChoice:
                 if reason is not None:
                     self._unsupported.setdefault(id(metric), reason)
                 self._tried[id(metric), method] = (name, metric, reason)
-            with self._within():
+            with setting(self, _inside=True):
                 return plain(*args, **kwargs)
 
         return called
@@ -125,14 +126,6 @@ class MetricChoice:
             refused |= more
         self.refused = refused
         self.in_graph = {ident: known for ident, known in metrics.items() if ident not in refused}
-
-    @contextmanager
-    def _within(self) -> Iterator[None]:
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
 
 
 def calls_members(collection: MetricCollection, method: str) -> bool:

@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.compat.attributes import bound, setting
 from lightning_cudagraph.compat.features import COUNTED_CLASSES, METRICS
 from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.device.backend import Backend
@@ -133,17 +134,9 @@ class StepMetrics:
             own.update(before)
         self._undo = []  # it refers to states, and a state with an external reference is copied out
 
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
+    def as_before(self) -> AbstractContextManager[None]:
         """Context in the middle of the step, in which metrics are as before the step."""
-        now = [(own, {name: own[name] for name in before}) for own, before in self._undo]
-        for own, before in self._undo:
-            own.update(before)
-        try:
-            yield
-        finally:
-            for own, held in now:
-                own.update(held)
+        return bound((own, *item) for own, before in self._undo for item in before.items())
 
     def adopt(self) -> None:
         """Copy states that the host has rebound into their static tensors, before a replay."""
@@ -181,14 +174,6 @@ class StepMetrics:
         inside = (m for _, metric in self._choice.in_graph.values() for _, m in metrics_of(metric))
         return any(vars(m) is books for m in inside) or any(c.keeps(books) for c in self._live)
 
-    @contextmanager
-    def _within(self) -> Iterator[None]:
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
-
     def _recorded(
         self, name: str, metric: Any, method: str, note: Callable[[MetricCall], None]
     ) -> Callable[..., Any]:
@@ -199,11 +184,8 @@ class StepMetrics:
                 return plain(*args, **kwargs)
             if isinstance(metric, MetricCollection) and calls_members(metric, method):
                 self._collections.add(metric)
-                self._in_collection = True
-                try:
+                with setting(self, _in_collection=True):
                     result = plain(*args, **kwargs)
-                finally:
-                    self._in_collection = False
                 note(GroupCall(metric, method))
                 return result
             if id(metric) in self._choice.in_graph:
@@ -213,7 +195,7 @@ class StepMetrics:
                         "Call the metric in the same way in every step.",
                         user_location(),
                     )
-                with self._within(), FixedCounts(), Probe(name, metric) as probe:
+                with setting(self, _inside=True), FixedCounts(), Probe(name, metric) as probe:
                     result = plain(*args, **kwargs)
                     call = probe.call()
                 self._live.add(call)

@@ -7,8 +7,7 @@ cannot be in a graph costs no failed capture: its calls are deferred.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 from lightning_cudagraph.capture.graph import outside_inference_mode
 from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
 from lightning_cudagraph.checks.audit.host_calls import HostRules
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.sentry import forbid, user_location
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
@@ -48,8 +48,7 @@ def keep_states(state: StaticState, name: str, metric: nn.Module) -> None:
         state.keep(own, attribute, f"the state `{attribute}` of the metric `{where}`")
 
 
-@contextmanager
-def known_only(known: set[int]) -> Iterator[None]:
+def known_only(known: set[int]) -> AbstractContextManager[None]:
     """Refuse calls of unknown metrics, of which a replay would not repeat the host part.
 
     Args:
@@ -66,11 +65,7 @@ def known_only(known: set[int]) -> Iterator[None]:
             )
         plain(self, name, value)
 
-    Metric.__setattr__ = checked  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Metric.__setattr__ = plain  # type: ignore[method-assign]
+    return setting(Metric, __setattr__=checked)
 
 
 class MetricTrials:

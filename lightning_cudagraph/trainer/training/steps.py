@@ -24,6 +24,7 @@ from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
 from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
@@ -112,12 +113,8 @@ class TrainingSteps:
         def eagerly() -> Any:
             """Step eagerly, with the arithmetic of the captured step."""
             part.optimizer.note_moves()
-            with part.arithmetic(optimizer, capturing=False):
-                self._is_in_optimizer = True
-                try:
-                    return self._eager_step(optimizer, closure, model, **kwargs)
-                finally:
-                    self._is_in_optimizer = False
+            with part.arithmetic(optimizer, capturing=False), setting(self, _is_in_optimizer=True):
+                return self._eager_step(optimizer, closure, model, **kwargs)
 
         if not isinstance(closure, GraphClosure):
             if not run.optimization._skip_backward:
@@ -150,12 +147,12 @@ class TrainingSteps:
     def _plainly(self, plain: Plain, eagerly: Callable[[], R]) -> R:
         """Do a warm-up step that is not watched, to measure the eager step time."""
         self._engine.vote_on_plain_step()
-        self.is_in_step = True
-        try:
-            with self._run.backend.on_side_stream(), uncompiled(self._run.module):
-                result = eagerly()
-        finally:
-            self.is_in_step = False
+        with (
+            setting(self, is_in_step=True),
+            self._run.backend.on_side_stream(),
+            uncompiled(self._run.module),
+        ):
+            result = eagerly()
         if plain is Plain.LAST:
             self._run.backend.synchronize()
         self._engine.counts.warmed_up += 1
@@ -262,12 +259,8 @@ class TrainingSteps:
         )
         self._run.hooks.watch(closure, prepared.optimizer)
         optimizer = prepared if steps else EagerOptimizer(prepared.optimizer)
-        self.is_in_step = True
-        try:
-            with self._run.times.host.of(AT_BREAKS):
-                self._after_replay.in_the_middle(outputs, index, closure, optimizer)
-        finally:
-            self.is_in_step = False
+        with setting(self, is_in_step=True), self._run.times.host.of(AT_BREAKS):
+            self._after_replay.in_the_middle(outputs, index, closure, optimizer)
 
     def _take(self, closure: GraphClosure, body: StepBody, eagerly: Callable[[], R]) -> R | Tensor:
         """Do a step with one of Lightning's closures: eagerly, by capture, or by replay.
@@ -282,11 +275,8 @@ class TrainingSteps:
         returned: list[R] = []
         step = self._step(closure, body, lambda: returned.append(eagerly()), timed)
         checked = self._verifier.checked
-        self.is_in_step = True
-        try:
+        with setting(self, is_in_step=True):
             self.phase, outputs = self._engine.step(step, self._refreshes[accumulation])
-        finally:
-            self.is_in_step = False
         if self.phase is not Phase.CAPTURED or self._verifier.checked != checked:
             self._clock.interrupted()
         if self._verifier.checked != checked:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import in_place
 from lightning_cudagraph.timing.events.marks import Stage, StepMarks
 from lightning_cudagraph.trainer.config.support import is_overridden, scaler_of
@@ -34,12 +35,8 @@ def timed_forward(step: Callable[[], ClosureResult], marks: StepMarks) -> Callab
 @contextmanager
 def timed_closure(closure: Closure, marks: StepMarks) -> Iterator[None]:
     """Mark the forward and the backward pass in an eager call of a closure."""
-    before = closure._step_fn
-    closure._step_fn = timed_forward(before, marks)
-    try:
+    with setting(closure, _step_fn=timed_forward(closure._step_fn, marks)):
         yield
-    finally:
-        closure._step_fn = before
     marks.backward_ended()
 
 
