@@ -40,11 +40,7 @@ class Location:
     """A line of source, and the line of a library that it comes to, if it does.
 
     Attributes:
-        path: the file.
-        line: its line.
-        source: the text of the line.
         called: the line of a library in a call by this one.
-        function: the name of the function.
     """
 
     path: str

@@ -45,9 +45,7 @@ class RunContext:
     """The state that all engines of a run share; made once by a front end.
 
     Attributes:
-        carried: the rebound attributes of the model.
         announce: shows a sentence to the user.
-        wording: the terms of the front end in messages.
         agreement: votes with the other processes; None in a run of one process.
         max_signatures: the most batch signatures with graphs. Batches of others run eagerly.
         learning_rates: returns the current ones; a replay with new ones is verified.

@@ -38,14 +38,9 @@ class StepCounts:
     """Counts of the steps of a run.
 
     Attributes:
-        warmed_up: warm-up steps.
-        captures: captures that succeeded.
         evictions: signatures with released graphs, in favour of others.
-        replayed: steps that were replays.
         eager: eager steps by reason, without warm-up.
         eager_by_signature: batches that were to run eagerly, because their signature has no graph.
-        capture_ms: host time of all captures.
-        memory_bytes: device memory of the graphs.
         recaptures: the reasons of invalidations, in order.
         not_captured: the reason why nothing was captured, if batches have too many signatures.
     """
@@ -91,8 +86,6 @@ class Replay(Generic[T]):
     """The part of a step that a replay needs.
 
     Attributes:
-        accumulation: the accumulation phase.
-        timed: replay an instance with timing events.
         upcoming: called before a timed replay with its static outputs, because the replay overwrites
             their events.
         copying: entered around the copy of the batch before a timed replay.

@@ -120,8 +120,6 @@ class _Trial:
 
     Attributes:
         captured: the capture; None once it has been released.
-        graph_bytes: device memory of the graph.
-        workspace_bytes: device memory of the workspaces.
         state_bytes: device memory of all tensors that a replay changes.
         replay_ms: time of one replay; None if there was no memory to keep what it changes.
     """

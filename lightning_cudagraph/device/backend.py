@@ -74,7 +74,6 @@ class Backend(Protocol):
 
     Attributes:
         generators: the random generators that steps draw from.
-        device: the device on which steps run.
         description: one line for the user.
         graphs_per_step: instances of a timed step, replayed in turn, so that the events of one are read
             while the other runs.

@@ -65,9 +65,6 @@ class StepFunction:
 
     Attributes:
         model: all modules that it uses, as one.
-        optimizers: the optimizers that it steps, by name.
-        surroundings: the loop around it.
-        replicas: the `DistributedDataParallel`s among the modules.
         has_gradients: False if it neither reads nor makes gradients of parameters.
     """
 

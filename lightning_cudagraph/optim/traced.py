@@ -94,7 +94,6 @@ class TracedStep(OwnFunctionMode):
     """Function mode that records the host computations of an optimizer's steps in one capture.
 
     Attributes:
-        program: the recorded computations.
         is_under_way: True in the optimizer's own code, False in user code (a closure) inside it.
     """
 

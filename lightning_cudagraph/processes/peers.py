@@ -102,8 +102,6 @@ class Peers:
 
     Attributes:
         number: index of the run in its process, from 1.
-        rank: rank of this process.
-        size: number of processes.
         waited_s: total time that this process has waited in votes, in seconds.
     """
 

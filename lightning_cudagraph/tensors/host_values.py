@@ -96,7 +96,6 @@ class HostRead:
     """A read of a host value by a step: of the value, or of a number computed from it.
 
     Attributes:
-        path: the path of the value.
         text: the path, or the computation.
         compute: computes it from the value.
     """

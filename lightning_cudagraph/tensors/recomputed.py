@@ -28,8 +28,6 @@ class Recomputed:
 
     Attributes:
         attributes: the `__dict__` of the module.
-        name: its key there.
-        value: the static tensor.
     """
 
     attributes: dict[str, Any]

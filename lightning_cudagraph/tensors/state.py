@@ -30,7 +30,6 @@ class _Slot:
 
     Attributes:
         namespace: the `__dict__` of the object.
-        name: the key of the attribute there.
         label: its name in messages.
         place: the static tensor that a graph reads and writes.
         rebound: True if the step binds another tensor, so that an eager step does not write this one.

@@ -187,7 +187,6 @@ class Moved(NamedTuple):
     """A changed part of an object.
 
     Attributes:
-        node: the object.
         label: the label of the part; None if the parts are in another order.
         was: the recorded part; `UNSET` if there was none.
         now: the present part; `UNSET` if there is none.

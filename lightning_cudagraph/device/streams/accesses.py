@@ -67,9 +67,6 @@ class Access:
     """The accesses of an op to memory that exists before it.
 
     Attributes:
-        reads: address ranges.
-        writes: address ranges.
-        tensors: its tensor arguments.
         cost: rough estimate of its time, in small kernels.
         places: the storages that it writes, with their addresses before the op.
     """

@@ -37,7 +37,6 @@ class Placed(NamedTuple):
 
     Attributes:
         number: its index in program order.
-        stream: its stream.
         waits: ops of other streams that it waits for, at most one of each stream. The other ops that it
             depends on come before these, or before it on its own stream.
     """

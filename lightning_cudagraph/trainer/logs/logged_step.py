@@ -30,10 +30,7 @@ class Log:
     """A call of `self.log`.
 
     Attributes:
-        fx: the hook that logs.
-        name: the logged name.
         value: the logged value, a placeholder if it is the result of a deferred metric call.
-        kwargs: further arguments of Lightning's `log`.
     """
 
     fx: str
@@ -64,9 +61,6 @@ class LoggedStep:
         values: the values to pack, by the index of their event.
         loss: the step's loss, which is packed with them.
         is_last: the last or only part of the step.
-
-    Attributes:
-        sums: the running sums of this kind of step.
     """
 
     def __init__(

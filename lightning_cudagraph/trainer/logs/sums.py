@@ -50,7 +50,6 @@ class Slot:
     """The static tensors of one logged name.
 
     Attributes:
-        metric: Lightning's object.
         value: the running sum, minimum or maximum; None if only the last value counts.
         count: the number of samples, for means.
     """

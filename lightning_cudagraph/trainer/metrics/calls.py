@@ -61,7 +61,6 @@ class DeferredCall(MetricCall):
     """A call of a metric that is made after each replay.
 
     Attributes:
-        name: of the metric in the module.
         method: ``"forward"`` or ``"update"``.
         arguments: positional and keyword arguments, with static tensors.
     """
@@ -86,7 +85,6 @@ class _Entry:
     """Changes that a call makes to the bookkeeping of one metric.
 
     Attributes:
-        books: the metric's attributes.
         calls: increment of `_update_count`.
         clears: it resets `_computed`.
         cache: the structure of the new `_forward_cache`, or `_UNTOUCHED`, or None.

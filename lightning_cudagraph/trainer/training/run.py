@@ -40,13 +40,8 @@ class TrainingRun:
     """Shared state of one `fit` with graphs.
 
     Attributes:
-        times: clocks of the run, and the output of their readings.
-        part: the optimizer's part of the steps.
-        replicas: of the module, in the processes of the run.
         shown: logged values for the progress bar.
         hooks: those inside a step that run on the host in every replay.
-        guards: comparison of what the graphs have baked in.
-        carried: rebound attributes: each step binds them to another tensor.
     """
 
     trainer: pl.Trainer

@@ -54,7 +54,6 @@ class TrainingSteps:
 
     Attributes:
         phase: of the previous step.
-        is_in_step: True while a step is under way.
         is_state_unread: True if no user code between two replays can read the optimizer's state; set by
             the fast path.
         transfer: set by `install`.

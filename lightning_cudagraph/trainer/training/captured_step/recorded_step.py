@@ -45,7 +45,6 @@ class StepOutputs:
     """The static outputs of a captured step.
 
     Attributes:
-        loss: the loss that `training_step` returned.
         extra: its other outputs.
         logs: values logged after the last graph break.
         marks: the timing events; None in an untimed capture instance.
@@ -92,7 +91,6 @@ class StepBody:
         run: does the step with the given closure.
         optimizer: the optimizer, if it is in the graph.
         arithmetic: context around the step; its argument is True in a capture.
-        accumulation: the accumulation phase.
     """
 
     run: Callable[[GraphClosure], object]
