@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
 from lightning_cudagraph.compat.method_patches import OwnHook
 from lightning_cudagraph.compat.tables import require
@@ -440,22 +441,13 @@ def _and_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
     return lambda *args, **kwargs: [*devices(*args, **kwargs), "cpu"]
 
 
-@contextmanager
-def _not_asked_for_capturable(optimizer: Optimizer) -> Iterator[None]:
+def _not_asked_for_capturable(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Patch out the step's refusal of a capture with counters on the host, where replays count them.
 
     The method has another name from torch 2.13 on, or two.
     """
     names = [name for name in dir(optimizer) if name.endswith("_graph_capture_health_check")]
-    attributes: dict[str, Any] = vars(optimizer)
-    had = {name: attributes[name] for name in names if name in attributes}
-    attributes.update(dict.fromkeys(names, _nothing))
-    try:
-        yield
-    finally:
-        for name in names:
-            del attributes[name]
-        attributes.update(had)
+    return bound((vars(optimizer), name, _nothing) for name in names)
 
 
 def _nothing() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.compat.features import FP16
 from lightning_cudagraph.compat.names.torch_names import _refresh_per_optimizer_state
 from lightning_cudagraph.compat.tables import require
@@ -121,17 +122,9 @@ class PreparedScaler:
                     self._count(optimizer, _overflowed(state), capturing)
             own_update(*args, **kwargs)
 
-        own = vars(scaler)
-        had: dict[str, Any] = {name: own[name] for name in ("update", "_maybe_opt_step") if name in own}
-        own["update"] = counting
-        if capturing:
-            own["_maybe_opt_step"] = gated
-        try:
+        patches = {"update": counting, **({"_maybe_opt_step": gated} if capturing else {})}
+        with bound((vars(scaler), *patch) for patch in patches.items()):
             yield
-        finally:
-            for name in ("update", "_maybe_opt_step"):
-                own.pop(name, None)
-            own.update(had)
 
     def _count(self, optimizer: Optimizer, overflowed: Tensor, capturing: bool) -> None:
         self.skipped_steps.add_(overflowed)

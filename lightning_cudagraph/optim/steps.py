@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.device.sentry.compiled import is_held, is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_in_compiled_code
@@ -325,13 +326,5 @@ def _steps_like_a_graph(
         finally:
             stepping.discard(id(optimizer))
 
-    attributes: dict[str, Any] = vars(optimizer)
-    had = attributes.get("step")
-    attributes["step"] = torch.compiler.disable(step)
-    try:
+    with bound([(vars(optimizer), "step", torch.compiler.disable(step))]):
         yield
-    finally:
-        if had is None:
-            del attributes["step"]
-        else:
-            attributes["step"] = had

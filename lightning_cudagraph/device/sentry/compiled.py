@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, overrides
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.sentry.hidden_reads import reads_permitted
 from lightning_cudagraph.device.sentry.inductor import wants_graphs
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode, unpatched
@@ -179,14 +180,11 @@ class CompiledCode:
     @contextmanager
     def one_look(self) -> Iterator[None]:
         """Let the captures of one step share one capture without torch.compile."""
-        self.written = None
         before, self._contexts = self._contexts or [], _contexts()
         # This step may be the first to call functions compiled since warm-up began.
         self.is_called |= any(all(new is not old for old in before) for new in self._contexts)
-        try:
+        with setting(self, written=None):
             yield
-        finally:
-            self.written = None
 
     @property
     def notes(self) -> list[str]:

@@ -7,20 +7,22 @@ last place. So our hooks are removed during `forward`, and the layer is timed as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.sentry.own_modes import not_compiled
 
 __all__ = ["unseen_by_encoder_layers"]
 
 
-@contextmanager
-def unseen_by_encoder_layers(ours: type, unhooked: Callable[[nn.Module], None]) -> Iterator[None]:
+def unseen_by_encoder_layers(
+    ours: type, unhooked: Callable[[nn.Module], None]
+) -> AbstractContextManager[None]:
     """Hide hooks of the class `ours` from torch's encoder layers in evaluation mode.
 
     Each member whose hooks are hidden, and which is therefore not timed, is passed to `unhooked`.
@@ -55,8 +57,4 @@ def unseen_by_encoder_layers(ours: type, unhooked: Callable[[nn.Module], None]) 
     # Like torch's `forward` itself, which is not compiled either.
     not_compiled(remove_hooks, with_what_it_calls=True)
     not_compiled(without_hooks)
-    nn.TransformerEncoderLayer.forward = without_hooks  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        nn.TransformerEncoderLayer.forward = forward  # type: ignore[method-assign]
+    return setting(nn.TransformerEncoderLayer, forward=without_hooks)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch.utils import checkpoint
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.timing.layers.layer_calls import Layers
 
 __all__ = ["Recomputation"]
@@ -58,10 +59,5 @@ class Recomputation:
                 self._under_way.pop()
                 self._moved()
 
-        for name, function in zip(_HOOKS, (entered, recomputed), strict=True):
-            setattr(checkpoint, name, function)
-        try:
+        with setting(checkpoint, **dict(zip(_HOOKS, (entered, recomputed), strict=True))):
             yield
-        finally:
-            for name, function in zip(_HOOKS, (enter, recompute), strict=True):
-                setattr(checkpoint, name, function)

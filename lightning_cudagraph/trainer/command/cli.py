@@ -14,8 +14,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningCLI
 from lightning_utilities.core.imports import RequirementCache
 
-# By its public name, as scripts do: the callback is above this folder.
 from lightning_cudagraph import CUDAGraphCallback
+
+# By its public name, as scripts do: the callback is above this folder.
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
@@ -89,12 +91,9 @@ def _doctor(args: list[str]) -> int:
 
 def _of_config(args: list[str]) -> DiagnosisReport:
     _require_cli()
-    given = sys.argv
-    sys.argv = [given[0], *args]  # LightningCLI warns of arguments that are passed to it besides these
-    try:
+    # LightningCLI warns of arguments that are passed to it besides these.
+    with setting(sys, argv=[sys.argv[0], *args]):
         cli = LightningCLI(run=False, save_config_callback=None, seed_everything_default=1)
-    finally:
-        sys.argv = given
     return _callback_of(cli.trainer).check(cli.model, cli.datamodule, cli.trainer)
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.record import StepFunction
@@ -154,12 +155,8 @@ class _Average:
 
         def update() -> None:
             buffers: dict[str, Any] = average._buffers
-            count = buffers[_COUNT]
-            buffers[_COUNT] = _Counter(count)
-            try:
+            with bound([(buffers, _COUNT, _Counter(buffers[_COUNT]))]):
                 original(model)
-            finally:
-                buffers[_COUNT] = count
 
         return StepRun(
             StepFunction(
