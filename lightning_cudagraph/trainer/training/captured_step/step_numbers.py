@@ -5,11 +5,12 @@ They differ in each step. A captured step may read a part of them, of which each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning_cudagraph.checks.audit.frozen import moving_number
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue
 from lightning_cudagraph.trainer.config.settings import Settings
 
@@ -44,19 +45,13 @@ class StepNumbers:
         """The index of a batch for a capture of its step, which notes what is read of it."""
         return self._noted(reads, _INDEX, batch_idx)
 
-    @contextmanager
-    def noted_step(self, reads: HostReads | None) -> Iterator[None]:
+    def noted_step(self, reads: HostReads | None) -> AbstractContextManager[None]:
         """Context of a capture of a step, which notes what is read of `global_step`.
 
         The step may count in it, as manual optimization does; the count is put back.
         """
         total = self._total()
-        before = total.completed
-        total.completed = self._noted(reads, _STEP, before)
-        try:
-            yield
-        finally:
-            total.completed = before
+        return setting(total, completed=self._noted(reads, _STEP, total.completed))
 
     def _noted(self, reads: HostReads | None, name: str, number: int) -> int | HostValue:
         if reads is None or name in self._frozen:
