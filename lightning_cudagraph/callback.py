@@ -47,8 +47,6 @@ from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.manual.training import ManualTraining
 from lightning_cudagraph.trainer.training.loop import GraphedTraining, is_in_fit
 
-__all__ = ["CUDAGraphCallback"]
-
 _AUTOMATIC_LAYERS = LayerTimings()
 _DEFAULT_CHECKS = Verification()
 

@@ -33,8 +33,6 @@ from lightning_cudagraph.tensors.host_values import held, is_host_value
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["Captures"]
-
 T = TypeVar("T")
 
 _REPORT_IT = "This is a bug in `lightning_cudagraph`: please report it."

@@ -17,8 +17,6 @@ from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.processes.agreement import Agreement
 from lightning_cudagraph.tensors.signatures import Signatures
 
-__all__ = ["CaptureSettings", "RunContext"]
-
 
 class CaptureSettings(Protocol):
     """The settings that all front ends have in common; each front end documents its own."""

@@ -29,8 +29,6 @@ from lightning_cudagraph.tensors.external_references import GradientCopies
 from lightning_cudagraph.tensors.host_values import HostReads
 from lightning_cudagraph.tensors.static import StaticBatch
 
-__all__ = ["StepEngine"]
-
 T = TypeVar("T")
 
 

@@ -26,8 +26,6 @@ from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["BreakGraph", "CapturedStep", "Record", "outside_inference_mode"]
-
 T = TypeVar("T")
 
 

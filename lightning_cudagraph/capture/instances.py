@@ -12,8 +12,6 @@ from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.errors import HookError
 from lightning_cudagraph.tensors.external_references import Gradients, HandedOut, adopt, gradients_of
 
-__all__ = ["CaptureInstance", "GraphBreak"]
-
 T = TypeVar("T")
 
 

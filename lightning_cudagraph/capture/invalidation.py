@@ -12,8 +12,6 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.external_references import GradientCopies
 
-__all__ = ["Invalidation"]
-
 T = TypeVar("T")
 
 # Limits for a run that keeps invalidating its graphs: after this number of captures in a row with fewer

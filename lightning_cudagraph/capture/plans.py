@@ -17,8 +17,6 @@ from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.external_references import GradientCopies
 
-__all__ = ["Plan", "Plans"]
-
 T = TypeVar("T")
 
 # Batches in a row for which a graph expects other gradients before the step, until it is invalidated.

@@ -17,8 +17,6 @@ from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.writes import storage_id, whole
 
-__all__ = ["MAKES_GRADIENTS", "AccumulationPhase", "Phase", "Replay", "Step", "StepCounts"]
-
 T = TypeVar("T")
 
 _MAX_REASONS = 12

@@ -20,18 +20,6 @@ from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.errors import CaptureError, ConfigurationError
 
-__all__ = [
-    "MAX_STREAMS",
-    "AskedStreams",
-    "AutoStreams",
-    "StreamChoice",
-    "Streams",
-    "are_streams",
-    "is_trial",
-    "streams_for",
-    "streams_of",
-]
-
 MAX_STREAMS = 16
 # The fewest of these that lose at most this share of the time of the most, by the data flow, are tried
 # after one. (On an H200 the data flow of nine models named the number that trials of all found fastest.

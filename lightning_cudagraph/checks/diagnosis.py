@@ -26,8 +26,6 @@ from lightning_cudagraph.device.sentry.first_refusal import Gathered, gathering
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.tensors.static import BatchChange, StaticBatch
 
-__all__ = ["Diagnosis"]
-
 
 class _Step(Protocol):
     """The parts of a step that are needed here."""

@@ -25,8 +25,6 @@ from lightning_cudagraph.errors import CaptureError, see
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["ReboundAttributes"]
-
 _Form = tuple[Any, ...]
 
 # After so many steps in a row with another form than in the graph, an attribute has changed for good.

@@ -13,8 +13,6 @@ from lightning_cudagraph.compat.names.torch_names import is_traceable_wrapper_su
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.local import is_split
 
-__all__ = ["refuse_nameless", "refuse_unsupported_modules"]
-
 # By name: their package takes long to import.
 _SHARDED = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "`fully_shard`"}
 

@@ -4,31 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "BROKEN_CAPTURES",
-    "CAPTURABLE_ON_CPU",
-    "CAPTURES",
-    "CHARTS",
-    "COLLECTIVES",
-    "COUNTED_CLASSES",
-    "CUDA",
-    "CUDA_STREAMS",
-    "EVALUATION",
-    "EVENT_QUEUE",
-    "FABRIC",
-    "FP16",
-    "HELD_GRADIENTS",
-    "MANUAL",
-    "METRICS",
-    "REPLICAS",
-    "SEGMENTS",
-    "SHARDS",
-    "SHORT_WAY",
-    "TIMES",
-    "TRAINING",
-    "Feature",
-]
-
 _OFF = 'pass `backend="off"`'
 
 

@@ -10,8 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["PACKAGE_DIR", "check_installed", "gpu_without_cuda", "minor_of"]
-
 # The folder of this package, ending in a separator.
 PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 

@@ -28,8 +28,6 @@ from lightning_cudagraph.compat.names.lightning_names import (
     _TrainingEpochLoop,
 )
 
-__all__ = ["digest", "digest_of_names", "is_known"]
-
 _NAMES: dict[Any, str] = {
     _TrainingEpochLoop: """
         run advance on_advance_end done _is_training_done global_step batch_idx _build_kwargs

@@ -23,8 +23,6 @@ from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _LoggerConnector
 
-__all__ = ["digest_of_calls", "loop_calls"]
-
 _FOLDER = os.path.dirname(os.path.abspath(pl.__file__)) + os.sep
 _BATCHES = 2
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-__all__ = ["MethodPatch", "OwnHook", "in_place", "no_hook", "patch_method"]
-
 
 class MethodPatch:
     """A patch of an object's method. A copy of the object has its own, unpatched method instead."""

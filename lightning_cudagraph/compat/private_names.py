@@ -21,8 +21,6 @@ from typing import Any, NoReturn
 from lightning_cudagraph.compat.features import Feature
 from lightning_cudagraph.errors import CUDAGraphError
 
-__all__ = ["PrivateName", "accepts", "found", "found_or_stand_in", "members", "named", "trouble_with"]
-
 
 @dataclass(frozen=True)
 class PrivateName:

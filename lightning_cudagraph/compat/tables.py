@@ -18,8 +18,6 @@ from lightning_cudagraph.compat.names.torchmetrics_names import TORCHMETRICS
 from lightning_cudagraph.compat.private_names import PrivateName, trouble_with
 from lightning_cudagraph.errors import CUDAGraphError
 
-__all__ = ["TABLE", "available", "notes", "notes_of_captures", "require"]
-
 TABLE: tuple[PrivateName, ...] = (*TORCH, *LIGHTNING, *TORCHMETRICS, *TENSORBOARD, *PYTHON)
 
 

@@ -9,8 +9,6 @@ import torch
 
 from lightning_cudagraph.compat.installed import minor_of
 
-__all__ = ["NEWEST", "newer_than_tested"]
-
 # The newest of each in the table of docs/versions.md (written by `python -m tests.versions`).
 NEWEST: Mapping[str, str] = {"torch": "2.15.0", "lightning": "2.6.6", "Python": "3.13"}
 

@@ -35,8 +35,6 @@ from lightning_cudagraph.device.streams.side_streams import (
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.writes import Writes, storages_held
 
-__all__ = ["Backend", "CudaBackend", "Event", "Graph"]
-
 T = TypeVar("T")
 
 # Garbage was collected recently.

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["event_times", "let_wait", "position_of"]
-
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 

@@ -47,8 +47,6 @@ from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.device.streams.tape import Tape
 from lightning_cudagraph.tensors.writes import Writes, storage_id, storages_held, tensors_in, written_by
 
-__all__ = ["EmulatedGraph", "EmulatorBackend", "HostEvent"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 
-__all__ = ["Generators"]
-
 
 class Generators:
     """The generators of a device that steps draw from, the default one included."""

@@ -11,8 +11,6 @@ import torch
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import HostWork
 
-__all__ = ["Between", "CudaParts"]
-
 # Called at each graph break of a replay, with the index of the break.
 Between = Callable[[int], None]
 

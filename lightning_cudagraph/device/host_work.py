@@ -14,8 +14,6 @@ from typing import Any
 
 from lightning_cudagraph.compat.attributes import setting
 
-__all__ = ["HostWork", "host_work_of", "work_under_capture"]
-
 _here = threading.local()
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
 from lightning_cudagraph.tensors.writes import storage_id, tensors_in
 
-__all__ = ["KeptMemory", "undone"]
-
 
 class _Device(Protocol):
     def rng_state(self) -> Tensor: ...

@@ -12,8 +12,6 @@ from lightning_cudagraph.device.sentry.sentry import is_users, location_of
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
-__all__ = ["clear_frames", "meaning_of"]
-
 _WORDS = ("captur", "cudagraph", "cuda graph")
 
 

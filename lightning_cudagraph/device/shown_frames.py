@@ -13,8 +13,6 @@ from types import TracebackType
 from lightning_cudagraph.device.sentry.sentry import is_installed, is_users
 from lightning_cudagraph.errors import UnsupportedError
 
-__all__ = ["leave_users_frames"]
-
 _SETTING = "CUDAGRAPH_TRACEBACK"
 _ALL = "full"
 # Before, a bare `raise` goes on with the entry that the handler has begun with.

@@ -14,8 +14,6 @@ from typing import Any
 
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
 
-__all__ = ["begin", "end"]
-
 _HANDLES = "handle_torch_function"
 _MACHINERY = (
     *("torch.overrides", "torch.utils._python_dispatch", "torch._ops"),

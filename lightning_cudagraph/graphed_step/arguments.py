@@ -9,8 +9,6 @@ from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, are_streams
 from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.errors import ConfigurationError
 
-__all__ = ["check_shared_arguments", "wrong_argument"]
-
 
 def wrong_argument(owner: str, name: str, value: Any, expected: str) -> ConfigurationError:
     """Return the error for an invalid argument.

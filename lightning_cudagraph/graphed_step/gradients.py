@@ -23,8 +23,6 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["GradientHabits", "NoGradients"]
-
 
 class GradientHabits:
     """The effects of a step on the gradients of parameters.

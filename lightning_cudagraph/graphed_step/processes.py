@@ -27,14 +27,6 @@ from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.processes.at_exit import AtExit
 from lightning_cudagraph.processes.peers import Peers, Vote
 
-__all__ = [
-    "CollectiveRules",
-    "StepProcesses",
-    "are_several",
-    "digest_of",
-    "is_in_group",
-]
-
 T = TypeVar("T")
 
 # The size of the digest of the arguments, which is part of each vote.

@@ -29,8 +29,6 @@ from lightning_cudagraph.graphed_step.surroundings import PlainLoop
 from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.tensors.batch import compared_outputs, map_leaves, refuse_odd_outputs
 
-__all__ = ["Arguments", "StepFunction", "StepRecorder", "StepResult", "copied"]
-
 _ALONE = "a function that works on no `DistributedDataParallel`"
 _PASS_IT = (
     "If the step does work on one, pass it: `GraphedStep(step, modules=model)`; or call the collective"

@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.processes.ddp import DDPState, check_wrapper, hooks_of
 
-__all__ = ["OWN_ATTRIBUTES", "StepReplicas", "Switches"]
-
 # Attributes of a wrapper that are not guarded: the switches, which are part of the specialization, state
 # of the first iterations, and lists of buffers that each broadcast makes.
 OWN_ATTRIBUTES = frozenset(

@@ -57,8 +57,6 @@ from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 
-__all__ = ["StepRun", "StepSettings", "backend_for"]
-
 # Global switches of torch are compared once in this number of calls.
 _SUSPECT_EVERY_N_CALLS = 64
 # The mode of a call, by the names that the user knows.

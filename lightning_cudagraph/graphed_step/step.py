@@ -37,8 +37,6 @@ from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.timing.output.summary import RunSummary
 
-__all__ = ["GraphedStep"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

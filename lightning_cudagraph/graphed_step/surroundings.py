@@ -20,8 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 
-__all__ = ["SURROUNDINGS", "PlainLoop", "surroundings_of"]
-
 _STEP_OUTSIDE = "Call the scheduler after the step, outside of it."
 _WITH_SCALER = "Pass the scaler: `GraphedStep(step, modules=..., optimizers=..., scaler=scaler)`."
 

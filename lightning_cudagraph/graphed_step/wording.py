@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lightning_cudagraph.errors import Wording
 
-__all__ = ["WORDING"]
-
 _BEFORE, _AFTER = "before you call the step", "after the call of the step"
 _OPTIMIZER_OUTSIDE = "the optimizer after the step, outside of it"
 

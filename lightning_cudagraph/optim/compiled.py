@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.forms import Form
 
-__all__ = ["is_compiled", "is_in_compiled_code", "refuse_changes"]
-
 
 def is_compiled(step: Callable[..., Any]) -> bool:
     """True if a function comes from `torch.compile`, and is not only excluded from Dynamo.

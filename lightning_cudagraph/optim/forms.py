@@ -22,19 +22,6 @@ from torch.optim import Optimizer
 from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
 from lightning_cudagraph.errors import UnsupportedError
 
-__all__ = [
-    "Form",
-    "HostSide",
-    "form_of",
-    "host_state_of",
-    "inner_optimizers",
-    "is_of_torch",
-    "moving_values",
-    "refuse_other_groups",
-    "refuse_step_hooks",
-    "step_hooks",
-]
-
 
 @dataclass(frozen=True)
 class Form:

@@ -20,8 +20,6 @@ from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.writes import storage_id, tensors_in, written_by
 
-__all__ = ["Gate"]
-
 
 class Gate(OwnDispatchMode):
     """Dispatch mode that finds the older memory that a step writes, and keeps copies of it.

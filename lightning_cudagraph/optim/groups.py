@@ -16,8 +16,6 @@ from lightning_cudagraph.optim.host_program import HostScalar
 from lightning_cudagraph.optim.traced import TracedStep
 from lightning_cudagraph.tensors.host_values import value_of
 
-__all__ = ["PreparedGroup", "check_group"]
-
 # An option that moves twice within so many calls (two or three a step) moves in every step.
 _CALLS_BETWEEN_MOVES = 6
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from lightning_cudagraph.errors import CaptureError
 
-__all__ = ["HostProgram", "HostScalar", "State"]
-
 # Values of sources of a program, by their names.
 State = Mapping[Hashable, Any]
 

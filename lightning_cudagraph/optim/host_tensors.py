@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 from lightning_cudagraph.optim.host_program import State
 
-__all__ = ["Alike", "HostTensors", "out_of_sight"]
-
 
 @contextmanager
 def out_of_sight() -> Iterator[None]:

@@ -43,8 +43,6 @@ from lightning_cudagraph.optim.scalar_ops import TensorScalarMode
 from lightning_cudagraph.optim.traced import Stage, TracedStep
 from lightning_cudagraph.tensors.local import address_of
 
-__all__ = ["EagerOptimizer", "PreparedOptimizer"]
-
 
 class EagerOptimizer:
     """An unchanged optimizer, which steps eagerly after the replay.

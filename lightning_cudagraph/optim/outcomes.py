@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lightning_cudagraph.optim.host_program import State
 
-__all__ = ["Flag", "Outcomes"]
-
 
 class Flag:
     """A flag of the device, read later."""

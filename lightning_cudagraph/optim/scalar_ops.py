@@ -31,8 +31,6 @@ from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.optim.gate import Gate
 from lightning_cudagraph.tensors.local import local
 
-__all__ = ["Staged", "TensorScalarMode", "any_sparse", "is_gated_write", "with_tensors"]
-
 # Gives the number of an op as a 0-dim device tensor of a dtype. In a step that is skipped it has the
 # value of the third argument, unless that is None.
 Staged = Callable[[Any, torch.dtype, float | None], Tensor]

@@ -26,8 +26,6 @@ from lightning_cudagraph.optim.compiled import is_compiled, is_in_compiled_code
 from lightning_cudagraph.optim.forms import is_of_torch
 from lightning_cudagraph.optim.gate import Gate
 
-__all__ = ["PreparedScaler"]
-
 
 class PreparedScaler:
     """A gradient scaler prepared for capture.

@@ -26,8 +26,6 @@ from lightning_cudagraph.optim.forms import HostSide, moving_values
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 
-__all__ = ["OptimizerSteps"]
-
 
 class _Lease:
     """One prepared optimizer, shared by all steps that use it, and restored when the last one closes."""

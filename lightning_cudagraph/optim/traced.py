@@ -35,8 +35,6 @@ from lightning_cudagraph.optim.host_tensors import Alike, HostTensors, out_of_si
 from lightning_cudagraph.optim.outcomes import Outcomes
 from lightning_cudagraph.optim.scalar_ops import any_sparse, is_gated_write, with_tensors
 
-__all__ = ["Stage", "TracedStep"]
-
 _MAKE_TENSORS = (torch.tensor, torch.as_tensor)
 _READ = frozenset(f"__{name}__" for name in ("float", "int", "index", "format", "repr", "array")) | {
     "equal",

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
-__all__ = ["Agreement", "Intent", "of_ranks"]
-
 T = TypeVar("T")
 
 

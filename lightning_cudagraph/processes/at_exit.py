@@ -8,8 +8,6 @@ import os
 import sys
 from collections.abc import Callable
 
-__all__ = ["AtExit", "uncaught_error"]
-
 
 def uncaught_error() -> BaseException | None:
     """The uncaught error that has ended the program; known at the exit of Python."""

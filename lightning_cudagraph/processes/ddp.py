@@ -17,8 +17,6 @@ from lightning_cudagraph.compat.features import REPLICAS
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import UnsupportedError
 
-__all__ = ["COMM_HOOKS", "DDPState", "check_wrapper", "hooks_of"]
-
 # Communication hooks without state between steps.
 COMM_HOOKS = (
     default_hooks.allreduce_hook,

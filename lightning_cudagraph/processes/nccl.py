@@ -10,8 +10,6 @@ from lightning_cudagraph.compat.features import SEGMENTS
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import ConfigurationError
 
-__all__ = ["check_nccl"]
-
 _GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 
 

@@ -33,8 +33,6 @@ from lightning_cudagraph.processes.at_exit import AtExit
 from lightning_cudagraph.processes.failures import GIVE_THE_SAME, LOOK_EVERY, Failures
 from lightning_cudagraph.processes.shared_page import SharedPage, machine
 
-__all__ = ["Peers", "Vote", "own_store"]
-
 T = TypeVar("T")
 
 _NAP_S = 0.0005

@@ -25,8 +25,6 @@ from lightning_cudagraph.compat.features import SHARDS
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 
-__all__ = ["Shards", "check_shards", "sharded_modules"]
-
 _PLAIN = (bool, int, float, str)
 # Attributes with custom code that gathers weights or reduces gradients; and the classes of torch's own.
 _WAYS = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")

@@ -22,8 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["VALUE_BITS", "SharedPage", "machine"]
-
 # The bits of the value in a number; the rest is the count of the vote.
 VALUE_BITS = 48
 _COUNTS = 1 << (63 - VALUE_BITS)

@@ -19,20 +19,6 @@ from torch import Tensor
 
 from lightning_cudagraph.errors import BatchError
 
-__all__ = [
-    "OF_THE_HOST",
-    "PLAIN",
-    "comparable",
-    "compared_outputs",
-    "copied_leaf",
-    "flatten_batch",
-    "map_leaves",
-    "members_of",
-    "refuse_hidden_tensors",
-    "refuse_odd_outputs",
-    "structure_of",
-]
-
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
 # Suffix of the names of compared numbers that the host has computed: they are compared bit for bit.

@@ -27,8 +27,6 @@ from lightning_cudagraph.tensors.batch import (
 )
 from lightning_cudagraph.tensors.host_values import HostReads, held, is_host_value
 
-__all__ = ["Signature"]
-
 # A path, what counts of its value in words, and the type and a form of it.
 _Counted = tuple[str, str, tuple[Any, ...]]
 

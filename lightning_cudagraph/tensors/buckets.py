@@ -17,8 +17,6 @@ from torch.utils.data import get_worker_info
 from lightning_cudagraph.errors import ConfigurationError
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
 
-__all__ = ["Buckets", "best_lengths"]
-
 # More than any sum of padded lengths.
 _NEVER = 2**60
 

@@ -22,8 +22,6 @@ from lightning_cudagraph.compat.features import HELD_GRADIENTS
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.tensors.local import address_of, local
 
-__all__ = ["ExternalReferences", "GradientCopies", "Gradients", "HandedOut", "adopt", "gradients_of"]
-
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
 # The number of tensors and other objects that refer to the storage with this id.

@@ -25,8 +25,6 @@ from lightning_cudagraph.tensors.batch import comparable
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["HostRead", "HostReads", "HostValue", "held", "hold", "is_host_value", "value_of"]
-
 _NUMBERS = (int, float, complex, np.generic)
 _KINDS = (*_NUMBERS, str, bytes, PurePath)
 # Compared by identity (`is True`, `is Color.RED`), which nothing notices.

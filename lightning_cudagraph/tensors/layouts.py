@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lightning_cudagraph.tensors.local import is_split, local
 
-__all__ = ["Layouts", "layout_of"]
-
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["address_of", "is_around_another", "is_split", "local"]
-
 
 def is_split(kind: type) -> bool:
     """True for `DTensor` and its subclasses."""

@@ -19,8 +19,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_cudagraph.compat.attributes import bound
 
-__all__ = ["Recomputed", "detach_recomputed", "recomputed_apart", "recomputed_names"]
-
 
 @dataclass(frozen=True)
 class Recomputed:

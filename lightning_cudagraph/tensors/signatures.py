@@ -8,8 +8,6 @@ from typing import TypeVar
 from lightning_cudagraph.errors import Wording
 from lightning_cudagraph.tensors.batch_signature import Signature
 
-__all__ = ["Signatures", "make_room"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 

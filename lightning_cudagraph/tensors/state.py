@@ -21,8 +21,6 @@ from torch import Tensor
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["StaticState"]
-
 
 @dataclass
 class _Slot:

@@ -19,8 +19,6 @@ from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, 
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, held, hold, is_host_value
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["BatchChange", "Loan", "StaticBatch"]
-
 _MAX_NAMED = 3
 
 

@@ -13,16 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_cudagraph.tensors.local import local
 
-__all__ = [
-    "UNDECLARED_WRITES",
-    "Writes",
-    "storage_id",
-    "storages_held",
-    "tensors_in",
-    "whole",
-    "written_by",
-]
-
 # Arguments that ops write although their schemas do not declare it. The test of `accesses` compares each
 # op's writes with its schema, and finds those that are missing here.
 _RUNNING_STATISTICS = ("running_mean", "running_var")

@@ -51,8 +51,6 @@ from lightning_cudagraph.processes.agreement import Agreement, Intent
 from lightning_cudagraph.processes.peers import Peers, Vote
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
 
-__all__ = ["Distributed", "wrapped_on_side_stream"]
-
 T = TypeVar("T")
 
 # The name of the logger of Lightning's own SIGTERM handler.

@@ -66,8 +66,6 @@ from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.profilers import unprofiled
 from lightning_cudagraph.trainer.replicas import Replicas
 
-__all__ = ["GraphedEvaluation", "wording_of"]
-
 # The one accumulation phase: evaluation has no gradients.
 _PLACE = AccumulationPhase(drops=True, steps=False)
 # A capture is under `no_grad` instead, where this call would return False.

@@ -34,8 +34,6 @@ from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _Loop, _T
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 
-__all__ = ["RUN_STATE", "host_rules", "outside_of_model", "refuse_replaced_methods"]
-
 # Attributes of every module that belong to torch and Lightning.
 OWN_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
 

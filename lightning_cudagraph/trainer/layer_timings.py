@@ -13,8 +13,6 @@ from lightning_cudagraph.timing.layers.layers import LayerTimings
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.times.eager_times import EagerTimes
 
-__all__ = ["LayerTimingsMonitor"]
-
 _AUTOMATIC = LayerTimings()
 
 

@@ -20,15 +20,6 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.hooks.user_hooks import is_known
 
-__all__ = [
-    "around_replays",
-    "delay_notes",
-    "draws_late",
-    "profiler_notes",
-    "progress_bar_notes",
-    "unprofiled",
-]
-
 # A progress bar with at least this refresh rate costs little.
 _OFTEN = 20
 

@@ -21,8 +21,6 @@ from lightning_cudagraph.processes.ddp import DDPState, hooks_of
 from lightning_cudagraph.processes.shards import Shards, sharded_modules
 from lightning_cudagraph.trainer.config.support import check_replicas
 
-__all__ = ["Replicas", "has_replicas"]
-
 
 def has_replicas(strategy: Strategy) -> bool:
     """True if steps have collectives: of a wrapper, or of sharded weights."""

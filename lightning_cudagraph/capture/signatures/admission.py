@@ -20,8 +20,6 @@ from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.buckets import best_lengths
 
-__all__ = ["Admission"]
-
 T = TypeVar("T")
 
 # Batches of a signature before its warm-up begins.

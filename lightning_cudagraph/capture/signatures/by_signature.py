@@ -17,8 +17,6 @@ from lightning_cudagraph.tensors.host_values import HostReads
 from lightning_cudagraph.tensors.signatures import Signatures
 from lightning_cudagraph.tensors.static import StaticBatch
 
-__all__ = ["NOT_YET", "GraphsBySignature", "GraphsOfSignature", "NotYet"]
-
 T = TypeVar("T")
 
 NotYet = Literal["not yet"]

@@ -38,8 +38,6 @@ from lightning_cudagraph.errors import CaptureError, StaleGraphError
 from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.tensors.static import BatchChange
 
-__all__ = ["Effects", "optimizer_roots"]
-
 # The start of paths in an optimizer: a step without the optimizer can still be captured.
 _OF_OPTIMIZER = "the optimizer"
 

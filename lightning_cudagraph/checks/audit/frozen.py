@@ -36,14 +36,6 @@ from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError,
 from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of
 
-__all__ = [
-    "StepAudit",
-    "effect_error",
-    "frozen_python_audit",
-    "moving_number",
-    "one_audit",
-]
-
 # A value that a number has for fewer steps, on average, is not worth a graph.
 _FEW_STEPS = 32
 

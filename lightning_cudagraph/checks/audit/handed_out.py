@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 from lightning_cudagraph.checks.audit.host_objects import VALUES, lineage, namespace_of
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 
-__all__ = ["is_of_optimizers", "note_handed_out"]
-
 _NUMBERS = (int, float, bool)
 _NO_OBJECTS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 

@@ -46,8 +46,6 @@ from lightning_cudagraph.device.sentry.first_refusal import refuse
 from lightning_cudagraph.device.sentry.sentry import is_installed, is_users, user_frame
 from lightning_cudagraph.errors import CaptureError, Location, see
 
-__all__ = ["HostCalls", "HostRules", "allowance", "frozen_read", "uses_refused"]
-
 _AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step."
 _BEFORE = (
     "To log it, do so in `on_train_batch_start`. To compute with it, read it in a hook that runs on the"

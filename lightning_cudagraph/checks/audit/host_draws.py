@@ -13,8 +13,6 @@ from lightning_cudagraph.checks.audit.host_objects import cached_by_class
 from lightning_cudagraph.device.sentry.first_refusal import refused
 from lightning_cudagraph.device.sentry.sentry import forbidden, user_location
 
-__all__ = ["HeldIterator", "generator_state", "is_iterator"]
-
 _State = tuple[Callable[[], Any], Callable[[Any], None]]
 
 

@@ -16,17 +16,6 @@ from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.device.sentry.sentry import is_installed, location_in
 from lightning_cudagraph.errors import Location
 
-__all__ = [
-    "CHANGES",
-    "NUMPYS_OWN",
-    "first_line",
-    "is_set_elsewhere",
-    "line_that_changes",
-    "line_that_sets",
-    "nearest_line",
-    "stores",
-]
-
 # The generator that the functions of `numpy.random` draw from.
 NUMPYS_OWN: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
 # Methods that change a built-in container.

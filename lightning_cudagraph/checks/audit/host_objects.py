@@ -15,20 +15,6 @@ import torch
 
 from lightning_cudagraph.device.sentry.sentry import is_user_code
 
-__all__ = [
-    "PLAIN_OF_PYTHON",
-    "UNSET",
-    "VALUES",
-    "attributes_of",
-    "cached_by_class",
-    "is_users_class",
-    "is_users_module",
-    "lineage",
-    "namespace_of",
-    "slot_value",
-    "slots_of",
-]
-
 UNSET = object()
 
 # Compared by value; all other objects by identity.

@@ -12,8 +12,6 @@ from typing import Any
 
 from lightning_cudagraph.device.sentry.sentry import is_user_code
 
-__all__ = ["MentionedNames"]
-
 # Functions that find an attribute by a string.
 _BY_TEXT = frozenset({"getattr", "hasattr", "attrgetter", "getattr_static", "vars", "__dict__"})
 _MAX_CELLS = 500

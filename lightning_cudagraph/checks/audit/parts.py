@@ -32,22 +32,6 @@ from lightning_cudagraph.checks.audit.host_objects import (
     slots_of,
 )
 
-__all__ = [
-    "PRIVATE",
-    "PROXIES",
-    "READ_WHOLE",
-    "How",
-    "Item",
-    "Moved",
-    "Node",
-    "hides_state",
-    "in_words",
-    "items_of",
-    "joined",
-    "node_of",
-    "same",
-]
-
 # Among ignored names: a wildcard for all that begin with an underscore.
 PRIVATE = "_*"
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Versions"]
-
 
 def _version_getter() -> Callable[[dict[Any, Any]], int] | None:
     """The function that reads the version of a dictionary; None if it is missing or misses writes."""

@@ -71,8 +71,6 @@ from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
 from lightning_cudagraph.device.sentry.sentry import is_users
 from lightning_cudagraph.tensors.layouts import Layouts, layout_of
 
-__all__ = ["Namespace", "Root", "Scope", "Walk"]
-
 # Not entered: these change in every step by themselves; writes to logs and files are refused when made.
 _STOPS = (
     Optimizer,

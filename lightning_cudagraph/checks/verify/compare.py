@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_cudagraph.errors import VerificationError
 
-__all__ = ["distance", "names_that_differ", "rounding", "size", "verification_error"]
-
 _Values = dict[str, Tensor]
 _Pair = tuple[str, Tensor, Tensor]
 

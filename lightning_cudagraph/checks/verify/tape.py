@@ -18,8 +18,6 @@ from lightning_cudagraph.device.sentry.sentry import user_location
 from lightning_cudagraph.errors import Location
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["OpTape", "TapeDifference"]
-
 # Of lists in arguments; of longer ones, the rest is compared by its length.
 _MAX_ITEMS = 4096
 # Differing ops that are recorded.

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from lightning_cudagraph.errors import ConfigurationError
 
-__all__ = ["NO_CHECKS", "Verification"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:

@@ -46,8 +46,6 @@ from lightning_cudagraph.errors import CUDAGraphError, StaleGraphError, Verifica
 from lightning_cudagraph.processes.agreement import Agreement
 from lightning_cudagraph.tensors.batch import OF_THE_HOST
 
-__all__ = ["Verifier"]
-
 _Values = dict[str, Tensor]
 Trace = Callable[[], tuple[TapeDifference | None, _Values]]
 

@@ -53,8 +53,6 @@ else:
         return found_or_stand_in(f"lightning.{_IMPORTED[name]}.{name}")
 
 
-__all__ = ["LIGHTNING"]
-
 _PYTORCH = "lightning.pytorch"
 _LOOPS = f"{_PYTORCH}.loops"
 _EPOCH_LOOP = f"{_LOOPS}.training_epoch_loop._TrainingEpochLoop"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from lightning_cudagraph.compat.features import CAPTURES
 from lightning_cudagraph.compat.private_names import PrivateName
 
-__all__ = ["PYTHON"]
-
 PYTHON = (
     PrivateName("sys._getframe", (CAPTURES,), lambda f: f(0).f_code.co_name),
     PrivateName("logging.Logger._log", (CAPTURES,)),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE
 from lightning_cudagraph.compat.private_names import members
 
-__all__ = ["TENSORBOARD"]
-
 _FILE_WRITER = "tensorboard.summary.writer.event_file_writer"
 
 TENSORBOARD = (

@@ -58,8 +58,6 @@ else:
         return found_or_stand_in(_IMPORTED[name])
 
 
-__all__ = ["TORCH"]
-
 _DYNAMO = "torch._dynamo.eval_frame"
 _DISPATCH = "torch.utils._python_dispatch"
 _TREES = "torch.utils._pytree"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from lightning_cudagraph.compat.features import COUNTED_CLASSES, METRICS
 from lightning_cudagraph.compat.private_names import PrivateName, accepts, members, named
 
-__all__ = ["TORCHMETRICS"]
-
 _METRIC = "torchmetrics.Metric"
 _COLLECTION = "torchmetrics.MetricCollection"
 

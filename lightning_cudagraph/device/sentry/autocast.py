@@ -20,8 +20,6 @@ import torch
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.compat.names.torch_names import OpOverload, OpOverloadPacket
 
-__all__ = ["reaching"]
-
 # Ops of torch that call ops with autocast kernels; and the op that calls them, if there is one.
 _CALL_OTHERS = {
     "aten::_foreach_mm": None,

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["CollectiveHook", "collective_hook", "run_collective"]
-
 # Names of the ops in torch (torch/csrc/distributed/c10d/Ops.cpp), and their public names. Barriers and
 # point-to-point messages are left out.
 _NAMES = {

@@ -14,8 +14,6 @@ import torch
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.sentry.sentry import forbid, user_location
 
-__all__ = ["is_collective", "only_wraps", "returned_unrun", "wait_for"]
-
 # Functional collectives: the results are tensors that are waited for later. The norm of sharded
 # gradients is reduced with them.
 _FUNCTIONAL = "_c10d_functional"

@@ -35,8 +35,6 @@ from lightning_cudagraph.device.sentry.inductor import wants_graphs
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode, unpatched
 from lightning_cudagraph.errors import CaptureError
 
-__all__ = ["CompiledCode", "compilations", "is_held", "is_left_out", "recompilation"]
-
 # The beginning of torch's error (torch/_dynamo/eval_frame.py, `_callback_from_stance`).
 _RECOMPILE = "Detected recompile when torch.compile stance is"
 # Under these stances nothing is compiled, or calls that would need it run eagerly or fail.

@@ -17,21 +17,6 @@ from dataclasses import dataclass
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.errors import Finding, Location, UnsupportedError
 
-__all__ = [
-    "FirstRefusal",
-    "Gathered",
-    "backward_ended",
-    "first_refusal_kept",
-    "found_at",
-    "gathering",
-    "going_on",
-    "is_gathering",
-    "one_finding",
-    "refuse",
-    "refuse_together",
-    "refused",
-]
-
 
 @dataclass
 class FirstRefusal:

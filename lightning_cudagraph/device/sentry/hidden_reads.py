@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.compat.private_names import found_or_stand_in
 
-__all__ = ["in_op", "of_function", "reads_permitted"]
-
 Words = tuple[str, str]  # the description for the user, and the remedy
 
 

@@ -23,8 +23,6 @@ from lightning_cudagraph.compat.names import torch_names
 from lightning_cudagraph.device.sentry.sentry import user_location
 from lightning_cudagraph.errors import CaptureError, Location
 
-__all__ = ["refused_on_cpu", "wants_graphs", "without_its_graphs"]
-
 _GRAPHS = "triton.cudagraphs"
 _CUDAGRAPHS = "torch._dynamo.backends.cudagraphs"
 _SAID = (

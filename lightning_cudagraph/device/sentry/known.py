@@ -26,8 +26,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map_only
 from lightning_cudagraph.tensors.writes import storage_id, written_by
 
-__all__ = ["KnownValues"]
-
 _MAKES = "ones zeros full eye arange scalar_tensor"
 _LIKE = "ones_like zeros_like full_like new_ones new_zeros new_full"
 _SHAPES = """

@@ -26,8 +26,6 @@ from lightning_cudagraph.device.streams.branches import Branches
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import storage_id
 
-__all__ = ["Constants", "HostMemory", "MendingSentry"]
-
 # Constants of one capture. Pinned before the capture begins: pinning may wait for the device.
 _ARENA_BYTES = 1 << 20
 _ALIGNMENT_BYTES = 64

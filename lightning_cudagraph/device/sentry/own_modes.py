@@ -22,8 +22,6 @@ from lightning_cudagraph.compat.names.torch_names import (
 )
 from lightning_cudagraph.device import warned_lines
 
-__all__ = ["OwnDispatchMode", "OwnFunctionMode", "not_compiled", "unpatched"]
-
 # The value in classes that override nothing.
 _DOES_NOT: Any = nn.Parameter.__torch_function__
 

@@ -15,8 +15,6 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.streams.dataflow import Span
 from lightning_cudagraph.tensors.writes import written_by
 
-__all__ = ["Access", "access_of", "all_of", "made_by", "only_looks", "pieces"]
-
 # Ops that write what they declare and nothing else, as seen in at least one overload
 # (`python -m tests.checked` writes the list). All other ops are barriers.
 _CHECKED = frozenset(Path(__file__).with_name("checked_ops.txt").read_text().split())

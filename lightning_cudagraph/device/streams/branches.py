@@ -22,8 +22,6 @@ from lightning_cudagraph.device.graph_parts import CudaParts
 from lightning_cudagraph.device.streams.accesses import Access, access_of, made_by, only_looks
 from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
 
-__all__ = ["Branches", "SentBackError"]
-
 # The number of references to a storage.
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _UNSEEN = "work that is no op of torch's (such as Triton's kernels)"

@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["Flow", "HeldMemory", "Placed", "Span"]
-
 # Addresses in bytes, [start, end).
 Span = tuple[int, int]
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from lightning_cudagraph.device.streams.accesses import access_of, all_of, made_by, only_looks
 from lightning_cudagraph.device.streams.dataflow import Flow, Span
 
-__all__ = ["RecordedFlow", "RecordedOp"]
-
 
 class RecordedOp(NamedTuple):
     """An op of a capture.

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SideStream", "event_stream", "keep_all_workspaces"]
-
 # Frees the workspaces of all handles on all streams.
 _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 

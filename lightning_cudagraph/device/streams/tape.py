@@ -18,8 +18,6 @@ import torch
 from lightning_cudagraph.device.streams.accesses import access_of, made_by, only_looks
 from lightning_cudagraph.device.streams.dataflow import Flow, Placed, Span
 
-__all__ = ["Tape"]
-
 W = TypeVar("W")
 
 # No memory has this address: random ops write there, so that they keep their order among themselves.

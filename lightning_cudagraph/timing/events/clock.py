@@ -15,8 +15,6 @@ from lightning_cudagraph.timing.readings.sinks import Sink, Sinks
 from lightning_cudagraph.timing.readings.spans import MAX_LAYOUTS, Reading
 from lightning_cudagraph.timing.readings.step_gap import StepGap, with_lead_in
 
-__all__ = ["FitClock"]
-
 
 class _Unread(NamedTuple):
     """A timed step whose events have not been read yet.

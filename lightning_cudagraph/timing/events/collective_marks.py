@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning_cudagraph.timing.readings.spans import EXPOSED_TAG, STEP_TAG, Span
 
-__all__ = ["Collectives"]
-
 _ALL_REDUCE = "all_reduce"
 
 

@@ -31,8 +31,6 @@ from lightning_cudagraph.timing.readings.spans import (
     Track,
 )
 
-__all__ = ["Stage", "StepMarks"]
-
 Stage = Literal["forward", "backward", "host", "clipping", "scaler", "optimizer"]
 _TRACKS: dict[Stage, Track] = {
     "forward": "forward",

@@ -25,8 +25,6 @@ from lightning_cudagraph.timing.events.timed_blocks import TimedBlock, Timing, T
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Profiler"]
-
 Context = TypeVar("Context")
 
 _GRAPHS: tuple[type, ...] = (torch.cuda.CUDAGraph, EmulatedGraph)

@@ -26,8 +26,6 @@ from lightning_cudagraph.errors import TimerError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TimedBlock", "Timing", "Timings", "has_no_time", "is_captured_here", "name_of", "read_ms"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -18,8 +18,6 @@ from lightning_cudagraph.timing.events.timed_blocks import (
     read_ms,
 )
 
-__all__ = ["EventTimer", "TimerRegistry"]
-
 Context = TypeVar("Context")
 
 # A graph's node does not keep its event alive, and torch does not report the end of a graph. So events

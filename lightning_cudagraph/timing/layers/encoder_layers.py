@@ -17,8 +17,6 @@ from torch import nn
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.sentry.own_modes import not_compiled
 
-__all__ = ["unseen_by_encoder_layers"]
-
 
 def unseen_by_encoder_layers(
     ours: type, unhooked: Callable[[nn.Module], None]

@@ -11,8 +11,6 @@ from threading import get_ident
 
 import torch
 
-__all__ = ["Call", "LayerCalls", "Layers"]
-
 Layers = frozenset[str]  # their names
 
 

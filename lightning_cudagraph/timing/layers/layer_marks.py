@@ -30,8 +30,6 @@ from lightning_cudagraph.timing.layers.layer_calls import LayerCalls, Layers
 from lightning_cudagraph.timing.layers.recomputation import Recomputation
 from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG
 
-__all__ = ["LayerMarks"]
-
 _NONE: Layers = frozenset()
 
 _NOT_CALLED = "the step does not call it, or past its hooks only (`.forward()`, compiled code)"

@@ -13,17 +13,6 @@ from torch import nn
 
 from lightning_cudagraph.errors import ConfigurationError
 
-__all__ = [
-    "LayerTimings",
-    "Placement",
-    "layers_at",
-    "left_out",
-    "never_timed",
-    "select_layers",
-    "untimed_notes",
-    "without_curves",
-]
-
 Placement = Literal["forked", "serial"]
 
 # A layer has up to four events, and as many scalars per timed step.

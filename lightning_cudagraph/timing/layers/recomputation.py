@@ -16,8 +16,6 @@ from torch.utils import checkpoint
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.timing.layers.layer_calls import Layers
 
-__all__ = ["Recomputation"]
-
 # Saved-tensor hooks of `torch.utils.checkpoint`: around a checkpointed region, and its recomputation.
 _HOOKS = ("_checkpoint_hook", "_recomputation_hook")
 

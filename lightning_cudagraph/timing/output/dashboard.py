@@ -11,8 +11,6 @@ from lightning_cudagraph.timing.output.tables import window_text
 from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSummary
 
-__all__ = ["Dashboard"]
-
 # To draw one takes some tenths of a second.
 _SECONDS_BETWEEN_PICTURES = 60.0
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["layer_bars", "step_timeline"]
-
 # Okabe and Ito's palette, which is safe for colour-blind readers.
 _COLOURS: dict[Track, str] = {
     "host": "#999999",

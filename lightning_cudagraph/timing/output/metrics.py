@@ -12,8 +12,6 @@ from typing import Any
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSummary
 
-__all__ = ["MetricNames", "MetricsWriter"]
-
 _SECONDS_WITHOUT_PAUSE = 60.0
 
 

@@ -6,8 +6,6 @@ from lightning_cudagraph.timing.output.tables import timed_steps
 from lightning_cudagraph.timing.output.texts import table
 from lightning_cudagraph.timing.readings.rank_times import RankRow, RankTable
 
-__all__ = ["ranks_lines", "ranks_text"]
-
 _MOST_ROWS = 32
 _FASTEST_SHOWN = 4
 _COLUMNS = ("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce")

@@ -17,16 +17,6 @@ from lightning_cudagraph.timing.readings.spans import (
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 
-__all__ = [
-    "eager_report",
-    "ended_lines",
-    "layer_lines",
-    "note_lines",
-    "stage_lines",
-    "time_lines",
-    "verdict",
-]
-
 _SLOWEST_LAYERS = 10
 _NAME_WIDTH = 48
 _BAR_WIDTH = 24

@@ -8,8 +8,6 @@ from typing import Any
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.timing.readings.step_time import StepTime
 
-__all__ = ["StageSummary"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageSummary:

@@ -8,8 +8,6 @@ from typing import Any
 from lightning_cudagraph.timing.output.report import ended_lines, note_lines, stage_lines, verdict
 from lightning_cudagraph.timing.output.stages import StageSummary
 
-__all__ = ["RunSummary"]
-
 # The plural of a step of each stage.
 _UNITS = {
     "fit": "steps",

@@ -11,15 +11,6 @@ from lightning_cudagraph.timing.output.texts import shortened, table
 from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG, STEP_PARTS, STEP_TAG
 from lightning_cudagraph.timing.readings.windows import Times, WindowSummary
 
-__all__ = [
-    "Layer",
-    "layer_table",
-    "layers_of",
-    "parts_table",
-    "timed_steps",
-    "window_text",
-]
-
 _NAME_WIDTH = 40
 _BAR_WIDTH = 24
 # If its members take this many times a layer's own time, some are called outside of it.

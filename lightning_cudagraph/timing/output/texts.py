@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from unicodedata import combining, east_asian_width
 
-__all__ = ["places", "shortened", "table"]
-
 
 def places(text: str) -> int:
     """The display width of a text."""

@@ -16,8 +16,6 @@ from lightning_cudagraph.timing.readings.spans import STEP_TAG, Reading
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, slices_of, step_end
 
-__all__ = ["TraceWriter", "trace_of", "write_trace"]
-
 _TICKS_PER_US = TICKS_PER_MS // 1000
 _TRACK_NAMES = {
     "host": "gap: waiting for the host",

@@ -32,8 +32,6 @@ from lightning_cudagraph.timing.readings.spans import (
 )
 from lightning_cudagraph.timing.readings.windows import Times, WindowSummary, column_times
 
-__all__ = ["RankRow", "RankTable", "RankTimes", "SharedRun", "part_times"]
-
 # The parts of steps that processes exchange. The first three are computed from the others.
 _PARTS = (
     *("step", "work", "wait"),

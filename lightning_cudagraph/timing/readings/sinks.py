@@ -7,8 +7,6 @@ from contextlib import ExitStack
 
 from lightning_cudagraph.timing.readings.spans import Reading
 
-__all__ = ["Sink", "Sinks"]
-
 
 class Sink:
     """Destination of readings, which come in the order of their steps.

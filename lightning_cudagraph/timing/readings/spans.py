@@ -14,23 +14,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "BACKWARD_TAG",
-    "EXPOSED_TAG",
-    "FORWARD_TAG",
-    "MAX_LAYOUTS",
-    "RANKS_TAG",
-    "STAGE_TAGS",
-    "STEP_PARTS",
-    "STEP_TAG",
-    "STEP_TIME_TAG",
-    "TOTAL_TAG",
-    "Reading",
-    "Span",
-    "SpanLayout",
-    "Track",
-]
-
 FORWARD_TAG = "layer_forward_ms/"
 BACKWARD_TAG = "layer_backward_ms/"
 STEP_TAG = "step_ms/"

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from lightning_cudagraph.device.backend import Event
 from lightning_cudagraph.timing.readings.spans import STEP_TAG, Span, SpanLayout
 
-__all__ = ["COPY_TAG", "GAP_TAG", "StepGap", "with_lead_in"]
-
 COPY_TAG = f"{STEP_TAG}copy"
 GAP_TAG = f"{STEP_TAG}gap"
 

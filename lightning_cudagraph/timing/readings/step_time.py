@@ -7,8 +7,6 @@ from time import perf_counter
 
 from lightning_cudagraph.capture.steps import Phase
 
-__all__ = ["Plain", "StepTime"]
-
 
 class Plain(Enum):
     """Place of a step in a row of plain steps, which run as without this package and are measured."""

@@ -15,8 +15,6 @@ from lightning_cudagraph.timing.readings.spans import (
     Track,
 )
 
-__all__ = ["TICKS_PER_MS", "TRACKS", "Slice", "slices_of", "step_end"]
-
 # From top to bottom.
 TRACKS: tuple[Track, ...] = ("host", "copy", "forward", "backward", "optimizer", "communication")
 

@@ -17,8 +17,6 @@ from lightning_cudagraph.timing.readings.spans import (
 )
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 
-__all__ = ["WholeSteps"]
-
 
 class WholeSteps(Sinks):
     """Sinks that receive one reading for each optimizer step, and not for each micro-batch.

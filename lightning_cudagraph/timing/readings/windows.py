@@ -20,8 +20,6 @@ from lightning_cudagraph.timing.readings.spans import (
 )
 from lightning_cudagraph.timing.readings.step_gap import COPY_TAG, GAP_TAG
 
-__all__ = ["ReadingWindow", "Times", "WindowSummary", "column_times"]
-
 # The spans between two steps.
 _BETWEEN = (GAP_TAG, COPY_TAG)
 

@@ -21,8 +21,6 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
-__all__ = ["main"]
-
 _CLI_REQUIREMENT = RequirementCache("jsonargparse[signatures]>=4.39")
 _DOCTOR = "doctor"
 _JSON = "--json"

@@ -10,8 +10,6 @@ from typing import Any
 from lightning_cudagraph.errors import Finding
 from lightning_cudagraph.trainer.command.estimate import Estimate
 
-__all__ = ["DiagnosisReport"]
-
 _WIDTH = 110
 
 

@@ -27,8 +27,6 @@ from lightning_cudagraph.trainer.command.estimate import Estimate, StepMeter
 from lightning_cudagraph.trainer.command.loader_state import LoaderState
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
-__all__ = ["Examined", "examine"]
-
 # Warm-up, the capture and the replays that are verified, and some more, in which a graph can go stale.
 _STEPS = 12
 

@@ -16,8 +16,6 @@ from torch.autograd import set_multithreading_enabled
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
 from lightning_cudagraph.device.streams.accesses import only_looks
 
-__all__ = ["Estimate", "StepMeter"]
-
 # Below, a step is not called launch-bound, as in the report of a run.
 _LAUNCH_BOUND = 1.05
 # Host time of an op in an eager step under Lightning, assumed where there is no GPU. On the machine of

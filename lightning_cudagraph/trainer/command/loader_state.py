@@ -10,8 +10,6 @@ from torch.utils.data import DataLoader
 from lightning_cudagraph.checks.audit.host_draws import generator_state
 from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
 
-__all__ = ["LoaderState"]
-
 # A file in memory is not read, and the model and the trainer are not the loader's.
 _STOPS = (pl.Trainer, pl.LightningModule, np.memmap)
 

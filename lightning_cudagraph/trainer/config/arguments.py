@@ -12,8 +12,6 @@ from lightning_cudagraph.timing.layers.layers import LayerTimings
 from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, callbacks_of
 from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
 
-__all__ = ["check_arguments", "check_company"]
-
 _CALLBACK = "CUDAGraphCallback"
 
 

@@ -12,8 +12,6 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning_cudagraph.compat.method_patches import MethodPatch, patch_method
 from lightning_cudagraph.tensors.buckets import Buckets
 
-__all__ = ["are_padded", "pad_batches"]
-
 _CONVERT = "convert_input"
 
 

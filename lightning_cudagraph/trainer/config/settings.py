@@ -9,8 +9,6 @@ from lightning_cudagraph.capture.stream_choice import Streams
 from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.timing.layers.layers import LayerTimings
 
-__all__ = ["Scope", "Settings"]
-
 Scope = Literal["auto", "step", "forward_backward"]
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from lightning_cudagraph.errors import UnsupportedError
 
-__all__ = ["STRATEGIES", "UNKNOWN", "Row", "refuse_strategy", "row_of"]
-
 _DDP = 'Pass `strategy="ddp"`, if the model fits on one device.'
 
 

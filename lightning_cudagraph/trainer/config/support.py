@@ -44,25 +44,6 @@ from lightning_cudagraph.processes.ddp import COMM_HOOKS, check_wrapper
 from lightning_cudagraph.processes.shards import check_shards
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy
 
-__all__ = [
-    "ALONE",
-    "DEFAULT_WARMUP_STEPS",
-    "TELL_LIGHTNING",
-    "BackendName",
-    "Stage",
-    "callbacks_of",
-    "check_closures",
-    "check_evaluation",
-    "check_optimizer_part",
-    "check_replicas",
-    "check_run",
-    "check_where_evaluated",
-    "described_hook",
-    "is_overridden",
-    "make_backend",
-    "scaler_of",
-]
-
 BackendName = Literal["auto", "cuda", "emulator", "off"]
 # An evaluation, as in the names of its step and hooks.
 Stage = Literal["validation", "test", "predict"]

@@ -18,8 +18,6 @@ from torchmetrics import Metric
 from lightning_cudagraph.trainer.logs.sums import Slot, SumsOfPlace
 from lightning_cudagraph.trainer.metrics.calls import Later, MetricCall
 
-__all__ = ["TO_TENSOR", "Event", "Log", "LoggedStep", "packed_values"]
-
 # The name-mangled method by which `LightningModule.log` makes a tensor of its value.
 TO_TENSOR = "_LightningModule__to_tensor"
 _LOSS = -1  # the key of the loss among the indices of events

@@ -16,8 +16,6 @@ from lightning_cudagraph.device.sentry.first_refusal import found_at
 from lightning_cudagraph.device.sentry.sentry import forbid, user_location
 from lightning_cudagraph.errors import see
 
-__all__ = ["LoggedNumbers"]
-
 _What = tuple[str, int]  # a description, and an index among numbers of the same description
 # A bound on memory, for loaders that yield new shapes in each batch.
 _MAX_KINDS = 64

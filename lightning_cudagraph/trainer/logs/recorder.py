@@ -37,8 +37,6 @@ from lightning_cudagraph.trainer.logs.sums import (
 from lightning_cudagraph.trainer.metrics.calls import Later
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 
-__all__ = ["Logs"]
-
 
 class _Recorder(_ResultCollection):
     """Recorder of logged values; it replaces the loop's results during a capture."""

@@ -20,8 +20,6 @@ from torch import Tensor
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.names.lightning_names import _ResultMetric
 
-__all__ = ["ShownValues"]
-
 # Copies under way; if the host is further ahead, a step that is drawn makes no copy.
 _MAX_COPIES = 16
 

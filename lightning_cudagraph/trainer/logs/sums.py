@@ -22,8 +22,6 @@ from lightning_cudagraph.compat.names.lightning_names import (
     _ResultMetric,
 )
 
-__all__ = ["LoggedValue", "RunningSums", "Slot", "SumsOfPlace", "add", "converted"]
-
 
 def converted(value: Tensor) -> Tensor:
     """The value in the dtype that Lightning reduces it in (`_ResultMetric.update`)."""

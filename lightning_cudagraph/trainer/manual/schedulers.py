@@ -19,8 +19,6 @@ from lightning_cudagraph.errors import CaptureError, Location, see
 from lightning_cudagraph.graphed_step.surroundings import optimizer_inside
 from lightning_cudagraph.tensors.host_values import HostValue
 
-__all__ = ["MovedRate", "ScheduledOptimizers", "noting_step", "refuse_read", "refusing_step"]
-
 
 class MovedRate(HostValue):
     """A learning rate that a scheduler has moved on; each read is refused."""

@@ -37,8 +37,6 @@ from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
 
-__all__ = ["FabricLoop", "ManualOptimization"]
-
 # Hooks that Lightning calls from `manual_backward` and from the step of an optimizer.
 _CALLBACK_HOOKS_INSIDE = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 _COUNTERS = ("_on_before_step", "_on_after_step")

@@ -55,8 +55,6 @@ from lightning_cudagraph.trainer.profilers import unprofiled
 from lightning_cudagraph.trainer.training.captured_step.step_numbers import STEP_GETTERS, StepNumbers
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
-__all__ = ["ManualTraining"]
-
 _WORDING = Wording(
     words={
         'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (

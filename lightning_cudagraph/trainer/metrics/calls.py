@@ -21,18 +21,6 @@ from lightning_cudagraph.errors import CaptureError, see
 from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
 from lightning_cudagraph.trainer.metrics.of_model import metrics_of
 
-__all__ = [
-    "BOOKS",
-    "DeferredCall",
-    "GraphCall",
-    "GroupCall",
-    "Later",
-    "MetricCall",
-    "Probe",
-    "ReferenceCall",
-    "called_later",
-]
-
 # The host bookkeeping of a metric about its calls.
 BOOKS = ("_update_count", "_computed", "_forward_cache")
 # More calls than any run makes: a count below it was set, and not incremented.

@@ -22,8 +22,6 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.trainer.metrics.of_model import found_metrics, metrics_of, replaced
 from lightning_cudagraph.trainer.metrics.trials import MetricTrials
 
-__all__ = ["MetricChoice", "calls_members"]
-
 
 class MetricChoice:
     """The metrics that can be in the graph, found in warm-up steps.

@@ -20,8 +20,6 @@ from lightning_cudagraph.compat.features import COUNTED_CLASSES
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 
-__all__ = ["FixedCounts"]
-
 
 @cache
 def _counts() -> CodeType | None:

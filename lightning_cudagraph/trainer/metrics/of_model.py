@@ -9,8 +9,6 @@ from typing import Any
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-__all__ = ["found_metrics", "is_metric", "metrics_of", "replaced", "states_of"]
-
 # The depth of nested containers in which metrics are searched.
 _MAX_DEPTH = 3
 

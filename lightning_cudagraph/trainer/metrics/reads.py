@@ -22,8 +22,6 @@ from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.device.sentry.sentry import is_users, user_frame
 from lightning_cudagraph.errors import Location
 
-__all__ = ["MetricReads", "metric_reads"]
-
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = "-packages" + os.sep
 # Patched methods, which are handled in `states.py`.

@@ -42,8 +42,6 @@ from lightning_cudagraph.trainer.metrics.of_model import found_metrics, metrics_
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
 from lightning_cudagraph.trainer.metrics.trials import MetricTrials, keep_states, known_only
 
-__all__ = ["StepMetrics"]
-
 # The method by which a collection joins or splits the states of its groups at an access to members.
 _REFERENCES = "_compute_groups_create_state_ref"
 _UNKNOWN = "it was called in another way than in warm-up"

@@ -31,8 +31,6 @@ from lightning_cudagraph.trainer.metrics.calls import BOOKS, Probe
 from lightning_cudagraph.trainer.metrics.fixed_counts import FixedCounts
 from lightning_cudagraph.trainer.metrics.of_model import metrics_of, states_of
 
-__all__ = ["MetricTrials", "keep_states", "known_only"]
-
 # Reductions by which `forward` merges the old state and the batch's, without the update count.
 _REDUCTIONS = (dim_zero_sum, dim_zero_max, dim_zero_min)
 # Attributes that a metric's own code must not read: a graph would bake in the value.

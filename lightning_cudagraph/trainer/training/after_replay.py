@@ -15,8 +15,6 @@ from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.run_times import batch_of_step, step_number
 
-__all__ = ["AfterReplay"]
-
 
 class AfterReplay:
     """After-replay work: logs, hooks, counters, gradients and outputs, as an eager step leaves them."""

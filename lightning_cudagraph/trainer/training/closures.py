@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.compat.names.lightning_names import _AutomaticOptimization, _TrainingEpochLoop
 
-__all__ = ["GraphClosure", "GraphedOptimization"]
-
 Call = Callable[["GraphClosure", Callable[[], Tensor | None]], Tensor | None]
 
 

@@ -14,8 +14,6 @@ import lightning.pytorch as pl
 
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
-__all__ = ["AROUND", "OF_OPTIMIZATION", "PATCHED", "Conditions"]
-
 # Methods that the epoch loop calls around `advance`; one set on the instance has to be called.
 AROUND = ("run", "done", "on_advance_end", "on_iteration_done", "update_lr_schedulers")
 

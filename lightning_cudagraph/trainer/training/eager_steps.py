@@ -13,8 +13,6 @@ from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_closure, timed_stages
 from lightning_cudagraph.trainer.training.times.run_times import batch_of_step, step_number
 
-__all__ = ["EagerSteps"]
-
 
 class EagerSteps:
     """Runs steps without a graph."""

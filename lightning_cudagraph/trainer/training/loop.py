@@ -46,8 +46,6 @@ from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times.fused_gain import fused_notes
 from lightning_cudagraph.trainer.training.times.run_times import RunTimes, ended_by
 
-__all__ = ["GraphedTraining", "is_in_fit"]
-
 
 def is_in_fit(trainer: pl.Trainer) -> bool:
     """True if the loop of `fit` is on the call stack."""

@@ -32,8 +32,6 @@ from lightning_cudagraph.trainer.training.closures import GraphedOptimization
 from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
 from lightning_cudagraph.trainer.training.times.run_times import RunTimes
 
-__all__ = ["TrainingRun"]
-
 
 @dataclass
 class TrainingRun:

@@ -44,8 +44,6 @@ from lightning_cudagraph.trainer.training.times.host_times import AT_BREAKS
 from lightning_cudagraph.trainer.training.times.run_times import step_number
 from lightning_cudagraph.trainer.training.transfer import BatchTransfer
 
-__all__ = ["TrainingSteps"]
-
 R = TypeVar("R")
 
 

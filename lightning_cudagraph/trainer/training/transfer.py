@@ -21,8 +21,6 @@ from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.hooks.user_hooks import batches_unseen
 from lightning_cudagraph.trainer.training.run import TrainingRun
 
-__all__ = ["TRANSFER", "BatchTransfer"]
-
 # The name of the current hook, as Lightning's loops set it while they move a batch.
 TRANSFER = "batch_to_device"
 

@@ -29,8 +29,6 @@ from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 
-__all__ = ["Charts", "StepBand", "StepLine"]
-
 _BAND_TAG = "step_band_ms/"
 _CATEGORY = "CUDA graph"
 

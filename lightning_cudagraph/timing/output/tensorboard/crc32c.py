@@ -11,8 +11,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["AlikeRows", "masked_crc32c"]
-
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
 _MASK_DELTA = 0xA282EAD8  # tensorflow/core/lib/hash/crc32c.h, Mask
 

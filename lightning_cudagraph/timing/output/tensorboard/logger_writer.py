@@ -16,8 +16,6 @@ from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.timing.output.tensorboard.records import Curves, ReadingRecords
 from lightning_cudagraph.timing.readings.spans import Reading
 
-__all__ = ["LoggerWriter", "innards"]
-
 
 class LoggerWriter:
     """The writer of a logger. After an error it is not written to any more, and training goes on.

@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 from lightning_cudagraph.timing.output.tensorboard.crc32c import AlikeRows, masked_crc32c
 from lightning_cudagraph.timing.readings.spans import MAX_LAYOUTS, Reading, SpanLayout
 
-__all__ = ["Curves", "ReadingRecords", "ScalarRecords", "behind", "curves_of", "n_bytes"]
-
 # A function that reduces a layout to the spans that have curves, under the tags of these.
 Curves = Callable[[SpanLayout], SpanLayout]
 

@@ -23,8 +23,6 @@ from lightning_cudagraph.timing.output.tensorboard.records import behind, curves
 from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import Reading
 
-__all__ = ["TensorBoardWriter", "other_loggers_writer"]
-
 _READINGS_PER_FLUSH = 128
 _SECONDS_BETWEEN_FLUSHES = 5.0
 # Steps of half a millisecond would fill a disk in a day, and TensorBoard shows a thousand points of a

@@ -10,8 +10,6 @@ import torch
 
 from lightning_cudagraph.compat.method_patches import MethodPatch, in_place, patch_method
 
-__all__ = ["compile_step", "is_step_compiled", "logging_uncompiled", "uncompiled"]
-
 _STEP = "training_step"
 _LOGGING = ("log", "log_dict")
 

@@ -24,8 +24,6 @@ from lightning_cudagraph.processes.agreement import Agreement, of_ranks
 from lightning_cudagraph.trainer.config.settings import Scope
 from lightning_cudagraph.trainer.config.support import check_closures, check_optimizer_part, scaler_of
 
-__all__ = ["OptimizerPart"]
-
 
 class OptimizerPart:
     """The optimizer and the gradient scaler of a run, as far as they are captured.

@@ -18,8 +18,6 @@ from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 
-__all__ = ["HostBreak", "StepBody", "StepOutputs"]
-
 
 @dataclass
 class HostBreak:

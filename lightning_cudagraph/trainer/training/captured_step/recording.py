@@ -40,9 +40,6 @@ from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_forward, timed_stages
 
-__all__ = ["Recorder"]
-
-
 # A gradient and its version counter, or None.
 _Gradient = tuple[Identity, int] | None
 

@@ -14,8 +14,6 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue
 from lightning_cudagraph.trainer.config.settings import Settings
 
-__all__ = ["STEP_GETTERS", "StepNumbers"]
-
 _INDEX, _STEP = "batch_idx", "self.global_step"
 # The getters of the second one.
 STEP_GETTERS = frozenset({_STEP, "trainer.global_step", "trainer.fit_loop.epoch_loop.global_step"})

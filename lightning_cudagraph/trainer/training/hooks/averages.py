@@ -28,8 +28,6 @@ from lightning_cudagraph.trainer.host_rules import OWN_ATTRIBUTES
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.training.run import TrainingRun
 
-__all__ = ["Averages"]
-
 _WARMUP_STEPS = 3
 _COUNT = "n_averaged"
 

@@ -20,8 +20,6 @@ from lightning_cudagraph.trainer.training.hooks.user_hooks import BEFORE_ARGUMEN
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 
-__all__ = ["BatchHooks"]
-
 _NOTHING = nullcontext()
 _START, _END = "on_train_batch_start", "on_train_batch_end"
 # Those that do nothing.

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-__all__ = ["ignores"]
-
 # Names by which code can reach its own variables without naming them.
 _READS_ALL = frozenset(
     {

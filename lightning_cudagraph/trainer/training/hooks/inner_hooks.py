@@ -32,8 +32,6 @@ from lightning_cudagraph.errors import CaptureError, HookError
 from lightning_cudagraph.trainer.config.support import callbacks_of, described_hook, is_overridden
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 
-__all__ = ["AtGraphBreak", "InnerHooks"]
-
 # Called by a step under capture at a graph break, with the names of the hooks, True if they drop
 # gradients, and the function that calls them, given the closure of the step.
 AtGraphBreak = Callable[[str, bool, Callable[[GraphClosure], None]], None]

@@ -13,8 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
 
-__all__ = ["BEFORE_ARGUMENTS", "batches_unseen", "gradients_unseen", "is_known", "undisturbed"]
-
 # Hooks that Lightning calls between two steps in the middle of an epoch, or at graph breaks. After those
 # at the ends of an epoch, and around validation and checkpoints, all guards are compared anyway.
 _OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")

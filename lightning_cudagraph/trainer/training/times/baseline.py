@@ -13,8 +13,6 @@ from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.timing.readings.step_time import Plain
 from lightning_cudagraph.trainer.config.settings import Settings
 
-__all__ = ["PlainSteps", "has_speed"]
-
 _MOST = 10
 # Fewer steps give no reliable time.
 _LEAST = 3

@@ -30,8 +30,6 @@ from lightning_cudagraph.trainer.training.times.run_times import (
 )
 from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
-__all__ = ["EagerTimes"]
-
 _runs = 0
 
 

@@ -14,8 +14,6 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.forms import step_hooks
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 
-__all__ = ["fused_notes"]
-
 # Fewer replays than this are not worth a measurement, which takes some tens of milliseconds.
 _MIN_REPLAYS = 500
 # A smaller share of the step is not worth a change of the optimizer.

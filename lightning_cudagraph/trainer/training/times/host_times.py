@@ -17,8 +17,6 @@ from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.trainer.training.times.baseline import has_speed
 
-__all__ = ["AT_BREAKS", "DEVICE", "LOADER", "LOGGERS", "SCHEDULERS", "HostTimes", "host_lines"]
-
 # A prime number, so that work in every 10th or 50th step is met as often as it happens.
 _EVERY_N_STEPS = 17
 # Fewer measured steps give no line.

@@ -17,8 +17,6 @@ from lightning_cudagraph.compat.method_patches import in_place
 from lightning_cudagraph.timing.events.marks import Stage, StepMarks
 from lightning_cudagraph.trainer.config.support import is_overridden, scaler_of
 
-__all__ = ["timed_closure", "timed_forward", "timed_optimizers", "timed_stages"]
-
 
 def timed_forward(step: Callable[[], ClosureResult], marks: StepMarks) -> Callable[[], ClosureResult]:
     """Wrap the `training_step` of a closure so that it marks the forward pass."""

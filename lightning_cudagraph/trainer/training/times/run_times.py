@@ -49,8 +49,6 @@ from lightning_cudagraph.trainer.profilers import delay_notes
 from lightning_cudagraph.trainer.replicas import has_replicas
 from lightning_cudagraph.trainer.training.times.host_times import HostTimes, host_lines
 
-__all__ = ["RunTimes", "batch_of_step", "ended_by", "step_number"]
-
 # Key of the store under which the first process leaves the folder of its trace.
 _FOLDER = "folder"
 _COUNT_TAG = "step_count/"
