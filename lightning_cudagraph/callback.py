@@ -25,6 +25,7 @@ from lightning_cudagraph.compat.tested import newer_than_tested
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import HookError, UnsupportedError
+from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.tensors.buckets import Buckets
 from lightning_cudagraph.timing.layers.layers import LayerTimings
@@ -40,7 +41,6 @@ from lightning_cudagraph.trainer.config.support import (
     Stage,
     check_run,
     check_where_evaluated,
-    make_backend,
 )
 from lightning_cudagraph.trainer.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
@@ -470,7 +470,7 @@ class CUDAGraphCallback(Callback):
     def _backend_for(self, trainer: pl.Trainer) -> Backend:
         """Return the backend of a run; there is one, so that all graphs share a memory pool."""
         if self._backend is None:
-            self._backend = make_backend(self.backend, trainer.strategy.root_device)
+            self._backend = backend_for(trainer.strategy.root_device, self.backend, "CUDAGraphCallback")
             self._description = self._backend.description
         return self._backend
 

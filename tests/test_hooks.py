@@ -20,7 +20,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, HookError, UnsupportedError
 from lightning_cudagraph.capture.instances import CaptureInstance
-from lightning_cudagraph.trainer.config.support import make_backend
+from lightning_cudagraph.graphed_step.run import backend_for
 from tests.harness import Apart, Net, assert_same, differences, make, train
 from tests.rows import refused, row
 
@@ -498,7 +498,7 @@ def test_callbacks_that_come_later(tmp_path: Path, accelerator: str) -> None:
 
 def test_a_capture_in_parts(accelerator: str) -> None:
     device = torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu")
-    backend = make_backend("auto", device)
+    backend = backend_for(device)
     weight = nn.Parameter(torch.arange(1.0, 4.0, device=device))
     total = torch.zeros(3, device=device)
 

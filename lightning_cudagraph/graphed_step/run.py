@@ -37,6 +37,7 @@ from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend, CudaBackend
 from lightning_cudagraph.device.emulator import EmulatorBackend
 from lightning_cudagraph.errors import UnsupportedError, Wording
+from lightning_cudagraph.graphed_step.arguments import wrong_argument
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
 from lightning_cudagraph.graphed_step.record import (
@@ -405,12 +406,20 @@ def _refuse_several_devices(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def backend_for(device: torch.device) -> Backend:
-    """Return the backend for a device.
+# The devices of the backends that the user can name.
+_DEVICES = {"cuda": "cuda", "emulator": "cpu"}
+
+
+def backend_for(device: torch.device, name: str = "auto", owner: str = "GraphedStep") -> Backend:
+    """Return the backend for a device, if it is the one that the argument `backend` of `owner` names.
 
     Raises:
+        ConfigurationError: if the named backend is not for this device.
         UnsupportedError: if this kind of device has none.
     """
+    if _DEVICES.get(name, device.type) != device.type:
+        expected = f'one for {device}, where the step runs, such as "auto"'
+        raise wrong_argument(owner, "backend", name, expected)
     if device.type == "cuda":
         return CudaBackend(device)
     if device.type == "cpu":

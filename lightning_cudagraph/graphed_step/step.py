@@ -23,7 +23,6 @@ from lightning_cudagraph.checks.verify.verification import NO_CHECKS, Verificati
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.device.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
@@ -325,21 +324,13 @@ class GraphedStep(Generic[P, R]):
         if self._processes is not None:
             check_nccl(device)
         scaler = self._scaler or surroundings.scaler()
-        backend = self._backend(device)
+        backend = backend_for(device, self._backend_name)
         of = StepFunction(function, model, optimizers, scaler, surroundings, StepReplicas(model))
         return StepRun(of, backend, self._settings, self._processes)
 
     def _found(self) -> dict[str, nn.Module]:
         """Return the modules that the function uses: those found in it, and those given."""
         return {**_found_in(self._function), **self._modules}
-
-    def _backend(self, device: torch.device) -> Backend:
-        kinds = {"cuda": "cuda", "emulator": "cpu"}
-        if kinds.get(self._backend_name, device.type) != device.type:
-            raise _wrong(
-                "backend", self._backend_name, f'one for {device}, where the step runs, such as "auto"'
-            )
-        return backend_for(device)
 
 
 def _is_nested() -> bool:

@@ -9,7 +9,6 @@ import inspect
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import (
@@ -35,10 +34,8 @@ from lightning_cudagraph.compat.features import CAPTURES, EVALUATION
 from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _MockOptimizer
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.device.backend import Backend, CudaBackend
-from lightning_cudagraph.device.emulator import EmulatorBackend
 from lightning_cudagraph.device.sentry.first_refusal import refuse_together
-from lightning_cudagraph.errors import ConfigurationError, UnsupportedError, see
+from lightning_cudagraph.errors import UnsupportedError, see
 from lightning_cudagraph.optim.compiled import is_compiled
 from lightning_cudagraph.processes.ddp import COMM_HOOKS, check_wrapper
 from lightning_cudagraph.processes.shards import check_shards
@@ -77,28 +74,6 @@ _COMM_WRAPPERS = (default_hooks.fp16_compress_wrapper, default_hooks.bf16_compre
 # Hooks of callbacks that may change gradients before the optimizer step
 # (plugins/precision/precision.py). They run on the host, and the optimizer step after them.
 _CALLBACK_HOOKS_BEHIND = ("on_after_backward", "on_before_optimizer_step")
-
-
-def make_backend(name: BackendName, device: torch.device) -> Backend:
-    """Return the backend for a device.
-
-    Raises:
-        ConfigurationError: if the named backend is not for this device.
-        UnsupportedError: if there is none for this kind of device.
-    """
-    kinds = {"cuda": "cuda", "emulator": "cpu"}
-    if name in kinds and device.type != kinds[name]:
-        raise ConfigurationError(
-            f"`CUDAGraphCallback(backend={name!r})` needs a {kinds[name]} device, and the trainer uses"
-            f' {device}. Pass `backend="auto"`, or choose another accelerator in the Trainer.'
-        )
-    if device.type == "cuda":
-        return CudaBackend(device)
-    if device.type == "cpu":
-        return EmulatorBackend()
-    raise UnsupportedError(
-        f"The trainer uses {device}, which has no CUDA graphs.", "Train on a CUDA GPU."
-    )
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:

@@ -17,10 +17,10 @@ from lightning_cudagraph.compat.method_patches import in_place, patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.emulator import EmulatorBackend
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
-from lightning_cudagraph.trainer.config.support import make_backend
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_optimizers, timed_stages
 from lightning_cudagraph.trainer.training.times.run_times import (
     RunTimes,
@@ -161,6 +161,6 @@ class EagerTimes:
 
 def _clock_of(trainer: pl.Trainer) -> Backend:
     try:
-        return make_backend("auto", trainer.strategy.root_device)
+        return backend_for(trainer.strategy.root_device)
     except UnsupportedError:  # neither CUDA nor a CPU: times of the host
         return EmulatorBackend()
