@@ -22,28 +22,19 @@ from lightning_cudagraph.compat.private_names import (
 )
 
 if TYPE_CHECKING:
-    from lightning.fabric.wrappers import _FabricModule as _FabricModule
-    from lightning.fabric.wrappers import _FabricOptimizer as _FabricOptimizer
-    from lightning.pytorch.core.optimizer import _MockOptimizer as _MockOptimizer
-    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher as _DataLoaderIterDataFetcher
-    from lightning.pytorch.loops.fit_loop import _FitLoop as _FitLoop
-    from lightning.pytorch.loops.loop import _Loop as _Loop
-    from lightning.pytorch.loops.optimization.automatic import (
-        _AutomaticOptimization as _AutomaticOptimization,
-    )
-    from lightning.pytorch.loops.progress import _Progress as _Progress
-    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as _TrainingEpochLoop
-    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import (
-        _LoggerConnector as _LoggerConnector,
-    )
+    from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+    from lightning.pytorch.core.optimizer import _MockOptimizer
+    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+    from lightning.pytorch.loops.fit_loop import _FitLoop
+    from lightning.pytorch.loops.loop import _Loop
+    from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+    from lightning.pytorch.loops.progress import _Progress
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+    from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
     from lightning.pytorch.trainer.connectors.logger_connector.result import (
-        _get_default_dtype as _get_default_dtype,
-    )
-    from lightning.pytorch.trainer.connectors.logger_connector.result import (
-        _ResultCollection as _ResultCollection,
-    )
-    from lightning.pytorch.trainer.connectors.logger_connector.result import (
-        _ResultMetric as _ResultMetric,
+        _get_default_dtype,
+        _ResultCollection,
+        _ResultMetric,
     )
 else:
 

@@ -29,27 +29,25 @@ from lightning_cudagraph.compat.private_names import (
 )
 
 if TYPE_CHECKING:
-    from torch._dynamo import eval_frame as eval_frame
-    from torch._dynamo.backends import cudagraphs as cudagraphs
-    from torch._dynamo.backends import debugging as debugging
-    from torch._dynamo.variables.torch import (
-        TorchInGraphFunctionVariable as TorchInGraphFunctionVariable,
-    )
-    from torch._ops import OpOverload as OpOverload
-    from torch._ops import OpOverloadPacket as OpOverloadPacket
-    from torch.amp.grad_scaler import _refresh_per_optimizer_state as _refresh_per_optimizer_state
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._python_dispatch import _disable_current_modes as _disable_current_modes
+    from torch._dynamo import eval_frame
+    from torch._dynamo.backends import cudagraphs, debugging
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+    from torch._ops import OpOverload, OpOverloadPacket
+    from torch.amp.grad_scaler import _refresh_per_optimizer_state
     from torch.utils._python_dispatch import (
-        is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+        TorchDispatchMode,
+        _disable_current_modes,
+        is_traceable_wrapper_subclass,
     )
-    from torch.utils._pytree import TreeSpec as TreeSpec
-    from torch.utils._pytree import tree_flatten as tree_flatten
-    from torch.utils._pytree import tree_iter as tree_iter
-    from torch.utils._pytree import tree_leaves as tree_leaves
-    from torch.utils._pytree import tree_map as tree_map
-    from torch.utils._pytree import tree_map_only as tree_map_only
-    from torch.utils.data.dataloader import _BaseDataLoaderIter as _BaseDataLoaderIter
+    from torch.utils._pytree import (
+        TreeSpec,
+        tree_flatten,
+        tree_iter,
+        tree_leaves,
+        tree_map,
+        tree_map_only,
+    )
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
 else:
 
     def __getattr__(name: str) -> Any:
