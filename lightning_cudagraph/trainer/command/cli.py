@@ -14,9 +14,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningCLI
 from lightning_utilities.core.imports import RequirementCache
 
-from lightning_cudagraph import CUDAGraphCallback
-
 # By its public name, as scripts do: the callback is above this folder.
+from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.config.support import callbacks_of
