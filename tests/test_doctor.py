@@ -248,7 +248,7 @@ class Moving(Kept):
     weight = 1.0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.weight = 1.0 if batch_idx < 6 else 0.5
+        self.weight = 1.0 if self.global_step < 6 else 0.5
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * self.weight

@@ -453,7 +453,7 @@ def test_a_number_that_changes(tmp_path: Path, accelerator: str, cls: type[Net])
     start = next(i for i, line in enumerate(lines) if line.startswith(f"class {cls.__name__}("))
     line = next(i for i in range(start, len(lines)) if lines[i].endswith("# CHANGES"))
     assert f"{__file__}:{line + 1} " in str(caught.value)
-    assert "Log the number in `on_train_batch_start`" in str(caught.value)
+    assert "log the number in `on_train_batch_start`" in str(caught.value)
     callback = CUDAGraphCallback(on_unsupported="eager", **verified)
     _, eager = _both(tmp_path / "eager", cls, callback, accelerator=accelerator)
     assert len(eager.counts.eager) >= 1

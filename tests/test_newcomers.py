@@ -192,3 +192,18 @@ def test_all_frames_on_request(tmp_path: Path) -> None:
     lines = _stderr(script, CUDAGRAPH_TRACEBACK="full")
     assert len([line for line in lines if line.startswith("  File ")]) > 30
     assert f"  found at {script}:{number} (`{FAULTS['item'].line}`)" in lines
+
+
+DRAWS = (
+    "loss = loss * random.uniform(0.9, 1.1)",
+    "loss = loss * np.random.uniform(0.9, 1.1)",
+)
+
+
+def test_draws_of_two_generators_have_lines_of_their_own(tmp_path: Path) -> None:
+    fault = Fault("\n        ".join(DRAWS), "draws from", "Draw on the device", "host_random")
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(fault=fault.line, imports="import random"))
+    lines = _stderr(path)
+    for line in DRAWS:
+        assert any("found at" in each and f"(`{line}`)" in each for each in lines), lines

@@ -292,3 +292,18 @@ def test_another_optimizer_in_the_middle_of_a_run(tmp_path: Path, accelerator: s
 def test_bad_scope() -> None:
     with pytest.raises(ConfigurationError, match="scope='all'"):
         CUDAGraphCallback(scope="all")  # type: ignore[arg-type]
+
+
+class ReadsNorms(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.norm = sum(grad.norm().item() ** 2 for grad in grads)
+
+
+def test_a_read_in_a_hook_is_none_of_the_optimizer(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback()
+    plain = train(make(ReadsNorms), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(ReadsNorms), tmp_path / "graph", callback, accelerator=accelerator)
+    assert_same(plain, graph)
+    report = str(callback.summary)
+    assert "the optimizer steps eagerly: A CUDA graph cannot hold `.item()`" in report, report

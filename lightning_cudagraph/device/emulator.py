@@ -261,7 +261,8 @@ class _Recorder(Sentry):
             forbid(
                 "a generator whose state is set inside the step (`manual_seed`, `fork_rng`, activation"
                 " checkpointing with `preserve_rng_state`), on the CPU emulator",
-                "On a GPU this can be captured; on a CPU, pass `preserve_rng_state=False`.",
+                "On a GPU this can be captured. On a CPU, leave checkpointing out; or, if what is"
+                " computed twice draws no random numbers (no dropout), pass `preserve_rng_state=False`.",
                 user_location(),
             )
 

@@ -35,6 +35,8 @@ from lightning_cudagraph.optim.host_tensors import Alike, HostTensors, out_of_si
 from lightning_cudagraph.optim.outcomes import Outcomes
 from lightning_cudagraph.optim.scalar_ops import any_sparse, is_gated_write, with_tensors
 
+# How the names of its modules begin.
+_LIGHTNING = "lightning."
 _MAKE_TENSORS = (torch.tensor, torch.as_tensor)
 _READ = frozenset(f"__{name}__" for name in ("float", "int", "index", "format", "repr", "array")) | {
     "equal",
@@ -198,6 +200,8 @@ class TracedStep(OwnFunctionMode):
         """True for a real number that the optimizer's own code asks for, and not clipping or a hook."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not self._step.__code__:
+            if frame.f_globals.get("__name__", "").startswith(_LIGHTNING):
+                return False  # in the closure that the step has called
             frame = frame.f_back
         return frame is not None and tensor.is_floating_point()
 

@@ -9,6 +9,7 @@ from it: `batch_idx % 4 == 0` has two values, and so two signatures.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -317,7 +318,11 @@ class HostReads:
         if not self.kinds:
             return ""
         what = "numbers" if self.kinds == _NUMBERS else "strings and numbers"
-        return f"all {what} of a batch are part of its signature: without one of them, {self.why}"
+        why = re.sub(r"_?Host(Number|Value)", "a stand-in", self.why)
+        return (
+            f"all {what} of a batch are part of its signature, because C code takes one of them ({why});"
+            " tensors in their place have one graph"
+        )
 
     @contextmanager
     def noted(self) -> Iterator[None]:

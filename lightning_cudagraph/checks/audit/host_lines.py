@@ -26,8 +26,11 @@ CHANGES = frozenset(
         *("difference_update", "intersection_update", "symmetric_difference_update", "move_to_end"),
     )
 )
+# The names by which code has it; the last one is that of Python's own generator too.
+_RANDOM_OF_NUMPY = ("np.random", "numpy.random", "random")
 _ITEM = "[]"
 _OF_ITEMS = ("STORE_SUBSCR", "DELETE_SUBSCR")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _NOWHERE = 3
 
@@ -38,7 +41,9 @@ def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
     Args:
         codes: user code that has run, in the order of its first runs.
     """
-    return first_line(_name_of(change), change.draws, _own([*codes]))
+    codes = _own([*codes])
+    lines = (first_line(name, change.draws, codes) for name in _names_of(change))
+    return next((line for line in lines if line is not None), None)
 
 
 def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
@@ -46,8 +51,8 @@ def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
     return [code for code in codes if not is_installed(code.co_filename)] or codes
 
 
-def _name_of(change: Moved) -> str:
-    return "random" if change.holder is NUMPYS_OWN else change.attribute
+def _names_of(change: Moved) -> tuple[str, ...]:
+    return _RANDOM_OF_NUMPY if change.holder is NUMPYS_OWN else (change.attribute,)
 
 
 def first_line(name: str, draws: bool, codes: Iterable[CodeType]) -> Location | None:
@@ -63,7 +68,7 @@ def first_line(name: str, draws: bool, codes: Iterable[CodeType]) -> Location | 
 
 def is_set_elsewhere(change: Moved, codes: Iterable[CodeType], others: Iterable[CodeType]) -> bool:
     """True if `others` are more likely than `codes` to have set an attribute, by rank of their lines."""
-    of = _name_of(change), change.draws
+    of = _names_of(change)[-1], change.draws
     here = min((rank for rank, _, _ in _lines(*of, codes)), default=_NOWHERE)
     return min((rank for rank, _, _ in _lines(*of, others)), default=_NOWHERE) < here
 
@@ -131,12 +136,17 @@ def _names(code: CodeType) -> Iterator[tuple[str, int]]:
 # To disassemble the code of a step takes a tenth of a short run, and most of it is the framework's.
 @lru_cache(maxsize=4096)
 def _named(code: CodeType) -> tuple[tuple[str, int, bool], ...]:
-    """The names in code without local variables and constants, with lines; True for those it sets."""
-    found = []
+    """The names in code without local variables and constants, with lines; True for those it sets.
+
+    An attribute comes by its name, and by that with the name before it: `random`, `np.random`.
+    """
+    found: list[tuple[str, int, bool]] = []
     for op, name, line in _instructions(code):
         if op in (*_OF_ITEMS, "STORE_SLICE"):
             found.append((_ITEM, line, True))
         elif isinstance(name, str) and not op.startswith(("STORE_FAST", "DELETE_FAST", "LOAD_CONST")):
+            if op in _ATTRIBUTES and found:
+                found.append((f"{found[-1][0]}.{name}", line, False))
             found.append((name, line, op.startswith(("STORE_", "DELETE_"))))
     return tuple(found)
 

@@ -51,6 +51,9 @@ def main(args: ArgsType = None) -> None:
     _require_cli()
     LightningCLI(
         args=args,
+        parser_kwargs={
+            "epilog": "`lightning-cudagraph doctor --help`: what keeps a step from being captured."
+        },
         seed_everything_default=1,
         # Runs without a logger share a folder, where the second finds the config.yaml of the first.
         save_config_kwargs={"overwrite": True},

@@ -28,7 +28,7 @@ from lightning_cudagraph.trainer.command.loader_state import LoaderState
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
 # Warm-up, the capture and the replays that are verified, and some more, in which a graph can go stale.
-_STEPS = 12
+_STEPS = 24
 
 
 class Examined(Protocol):

@@ -136,7 +136,8 @@ def _refuse(what: _What, before: Any, now: Any) -> None:
     forbid(
         f"{what[0]} that changes ({before!r} before, {now!r} now), and would stay what it is in this"
         " step",
-        "Log the number in `on_train_batch_start`; a tensor that the step makes of it would stay what it"
+        "If the step computes it from tensors, log the tensor. Else log the number in"
+        " `on_train_batch_start`: a tensor that the step makes of it would stay what it"
         " is too." + see("logged_values"),
         where,
         subject=what,
