@@ -4,9 +4,10 @@ A process that fails writes its error into the store of the process group. The o
 wait in a vote, and in a thread once a second, because they may wait on the device, in a collective. Such
 a wait would end only at the time limit of the process group, when NCCL's watchdog aborts it. The thread
 aborts it in seconds, once the reason is known. An abort ends the wait, but returns only when the graphs
-with collectives are released, and until then the next collective waits for the abort. So the main thread
-gets the error as an exception before the abort, and raises it when its wait ends. A process that hangs
-even then is left to the watchdog and to its launcher (`torchrun`, `srun`).
+with collectives are released, and until then the next collective waits for the abort. So if the device
+waits, the thread that trains gets the error as an exception before the abort, and raises it when it is
+back from C. A process that hangs even then is left to the watchdog and to its launcher (`torchrun`,
+`srun`).
 
 The store ends with the process that hosts it, usually rank 0. So that process waits at its end until the
 others have read the store.
@@ -15,6 +16,7 @@ others have read the store.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import threading
 from collections.abc import Callable
@@ -27,7 +29,6 @@ import torch.distributed as dist
 
 from lightning_cudagraph.errors import PeerError
 from lightning_cudagraph.processes.shared_page import SharedPage
-from lightning_cudagraph.processes.waiting_thread import WaitingThread
 
 __all__ = ["GIVE_THE_SAME", "LOOK_EVERY", "Failures"]
 
@@ -39,8 +40,6 @@ LOOK_EVERY = timedelta(seconds=1)
 _LOOK_EVERY_S = LOOK_EVERY.total_seconds()
 # Time for a process to end by itself once it knows of another's error.
 _ABORT_AFTER_S = 3.0
-# Time in which the main thread may do something else than to wait, as the write of a checkpoint.
-_MAIN_MOVES_S = 30.0
 # Time for the device to finish launched work, before it counts as waiting for other processes.
 _DRAIN_S = 5.0
 # Time limit for the abort of a process group, which waits for the graphs with its collectives.
@@ -72,23 +71,23 @@ class Failures:
         self._looked_s = 0.0
         self._device = torch.device("cpu")
         self._closed = threading.Event()
-        self._main: WaitingThread | None = None
-        self._main_knows = False  # of a failure
-        self._lock = threading.Lock()  # of `_main_knows`
+        self._trains: threading.Thread | None = None
+        self._knows = False  # the thread that trains has an error
+        self._lock = threading.Lock()  # of `_knows`
         self._watch: threading.Thread | None = None
         self._aborting: threading.Thread | None = None
 
     def watch(self, device: torch.device) -> None:
-        """Start a thread that looks for failures of other processes; called by the main thread."""
+        """Start a thread that looks for failures of other processes; called by the one that trains."""
         self._device = device
-        self._main = WaitingThread()
+        self._trains = threading.current_thread()
         if self._watch is None:
             self._watch = threading.Thread(target=self._look_out, name="cudagraph-peers", daemon=True)
             self._watch.start()
 
     def close(self) -> None:
         """Stop the thread. Graphs have been released before, so that an abort returns."""
-        self._note_that_main_knows()
+        self._note_error()
         self._closed.set()
         if self._watch is not None:
             self._watch.join(2 * _LOOK_EVERY_S)
@@ -134,7 +133,7 @@ class Failures:
         Args:
             otherwise: the reason to name if the process has left none.
         """
-        self._note_that_main_knows()
+        self._note_error()
         deadline_s = monotonic() + _READ_TIMEOUT_S
         with contextlib.suppress(RuntimeError):
             self._read()
@@ -153,7 +152,7 @@ class Failures:
 
     def alone(self, text: str) -> PeerError:
         """Make an error that this process has found by itself, and will report to the others."""
-        self._note_that_main_knows()
+        self._note_error()
         error = PeerError(text)
         error.is_told = False
         return error
@@ -173,7 +172,7 @@ class Failures:
             error: the error.
             leave: called after the report.
         """
-        self._note_that_main_knows()
+        self._note_error()
         with contextlib.suppress(RuntimeError):  # the store may have ended
             if not self._closed.is_set():
                 # Errors about other processes are reported already, or found by each by itself.
@@ -240,30 +239,20 @@ class Failures:
             return
         self._say(why)
         # Collectives between hosts (gloo) end with the missing process.
-        if self._device.type == "cuda" and self._main_waits():
-            self._throw(f"{self._ends_with_it()} {why}")
+        if self._device.type == "cuda" and not self._closed.wait(_ABORT_AFTER_S):
+            if self._is_stuck():
+                self._throw(f"{self._ends_with_it()} {why}")
             self._abort()
 
     def _ends_with_it(self) -> str:
         return f"Another process of the run has failed, and rank {self._rank} ends with it:"
 
-    def _note_that_main_knows(self) -> None:
+    def _note_error(self) -> None:
         with self._lock:
-            self._main_knows = True
-
-    def _main_waits(self) -> bool:
-        """Wait until the main thread stands in a call; False if it ends before."""
-        main = self._main
-        assert main is not None
-        deadline_s = monotonic() + _MAIN_MOVES_S
-        main.stands_still()
-        while not self._closed.wait(_ABORT_AFTER_S):
-            if main.stands_still() or self._main_knows or monotonic() > deadline_s:
-                return True
-        return False
+            self._knows = True
 
     def _throw(self, text: str) -> None:
-        """Raise a `PeerError` in the main thread, unless it has one."""
+        """Raise a `PeerError` in the thread that trains, unless it has an error."""
 
         class Thrown(PeerError):
             def __init__(self) -> None:
@@ -272,8 +261,9 @@ class Failures:
         Thrown.__name__ = Thrown.__qualname__ = PeerError.__qualname__
         Thrown.__module__ = PeerError.__module__
         with self._lock:
-            if not self._main_knows and self._main is not None:
-                self._main.throw(Thrown)
+            thread = self._trains
+            if not self._knows and thread is not None and thread.is_alive():
+                throw(thread, Thrown)
 
     def _is_stuck(self) -> bool:
         """True if work launched by this process seems to wait for others that launch no more."""
@@ -312,3 +302,14 @@ def _abort() -> None:
     world: Any = dist.group.WORLD
     if world is not None and hasattr(world, "abort"):
         world.abort()
+
+
+def throw(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Raise an exception in a thread, as soon as that is back from C.
+
+    Args:
+        thread: a thread that is alive.
+        error: a class that is called without arguments.
+    """
+    ident, kind = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, kind)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
+from lightning_cudagraph.compat.features import CAPTURES
 from lightning_cudagraph.compat.private_names import PrivateName
 
 PYTHON = (
     PrivateName("sys._getframe", (CAPTURES,), lambda f: f(0).f_code.co_name),
-    PrivateName("sys._current_frames", (COLLECTIVES,), lambda f: f()),
     PrivateName("logging.Logger._log", (CAPTURES,)),
     PrivateName("copyreg._reconstructor", (CAPTURES,)),
     # Documented, for named tuples.

@@ -113,7 +113,7 @@ def of_nan_check() -> Words:
         "a Python branch on whether numbers are finite (`torch.isnan`, `torch.isfinite`)",
         "Count in a buffer, `self.bad += ~torch.isfinite(loss.detach())`, and read the count now and"
         " then in `on_train_batch_end`, which runs on the host after every step. To leave such a batch"
-        " out, let a fused optimizer skip its update (`found_inf`)." + see("nan_checks"),
+        " out, let a fused Adam or AdamW skip its update (`found_inf`)." + see("nan_checks"),
     )
 
 
