@@ -7,7 +7,7 @@ two or three values. A new number means a write, not another value, so the value
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -56,17 +56,30 @@ class Versions:
     """A record of dictionaries, by version and by the identity of keys and values.
 
     The order of an `OrderedDict` is kept apart from its items, and not compared.
+
+    Args:
+        dicts: the dictionaries.
+        names: for each, the only keys that are compared; None for all of them.
     """
 
-    def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
+    def __init__(
+        self, dicts: Iterable[dict[Any, Any]], names: Iterable[Collection[str] | None] = ()
+    ) -> None:
         self._dicts = [*dicts]
-        self._values = [[*dict.values(held)] for held in self._dicts]
-        self._keys = [[*dict.keys(held)] for held in self._dicts]
+        self._names = [*names] or [None] * len(self._dicts)
+        self._contents = [*map(self._content, range(len(self._dicts)))]
         self._numbers = self._now()
 
     def _now(self) -> list[int]:
         # Without versions any of them may have been written to.
         return [*map(_version, self._dicts)] if _version is not None else [-1] * len(self._dicts)
+
+    def _content(self, index: int) -> tuple[list[Any], list[Any]]:
+        held, names = self._dicts[index], self._names[index]
+        if names is None:
+            return [*dict.keys(held)], [*dict.values(held)]
+        there = [name for name in names if name in held]
+        return there, [held[name] for name in there]
 
     def changed(self) -> list[int]:
         """The positions of the dictionaries with other keys or values than recorded, by identity."""
@@ -82,16 +95,11 @@ class Versions:
         return found
 
     def _is_same(self, index: int) -> bool:
-        held, values, keys = self._dicts[index], self._values[index], self._keys[index]
-        return (
-            len(held) == len(values)
-            and all(map(operator.is_, dict.values(held), values))
-            and all(map(operator.is_, dict.keys(held), keys))
-        )
+        both = zip(self._content(index), self._contents[index], strict=True)
+        return all(len(now) == len(was) and all(map(operator.is_, now, was)) for now, was in both)
 
     def remember(self, positions: Iterable[int]) -> None:
         """Record the present contents of the dictionaries at `positions`."""
         for index in positions:
-            held = self._dicts[index]
-            self._values[index], self._keys[index] = [*dict.values(held)], [*dict.keys(held)]
+            self._contents[index] = self._content(index)
         self._numbers = self._now()
