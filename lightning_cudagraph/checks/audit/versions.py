@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -67,8 +68,8 @@ class Versions:
     ) -> None:
         self._dicts = [*dicts]
         self._names = [*names] or [None] * len(self._dicts)
+        self._numbers = self._now()  # first, because another thread may write in between
         self._contents = [*map(self._content, range(len(self._dicts)))]
-        self._numbers = self._now()
 
     def _now(self) -> list[int]:
         # Without versions any of them may have been written to.
@@ -86,20 +87,25 @@ class Versions:
         now = self._now()
         if now == self._numbers and _version is not None:
             return []
-        places = range(len(now))
-        if _version is not None:
-            places = (i for i in places if now[i] != self._numbers[i])  # type: ignore[assignment]
-        found = [index for index in places if not self._is_same(index)]
+        written = repeat(True) if _version is None else map(operator.ne, now, self._numbers)
+        found = [index for index in compress(range(len(now)), written) if not self._is_same(index)]
         if not found:
             self._numbers = now
         return found
 
     def _is_same(self, index: int) -> bool:
-        both = zip(self._content(index), self._contents[index], strict=True)
-        return all(len(now) == len(was) and all(map(operator.is_, now, was)) for now, was in both)
+        keys, values = self._contents[index]
+        now: Any = self._dicts[index]
+        if self._names[index] is not None:
+            now = dict(zip(*self._content(index), strict=True))
+        return (
+            len(now) == len(values)
+            and all(map(operator.is_, dict.values(now), values))
+            and all(map(operator.is_, dict.keys(now), keys))
+        )
 
     def remember(self, positions: Iterable[int]) -> None:
         """Record the present contents of the dictionaries at `positions`."""
+        self._numbers = self._now()
         for index in positions:
             self._contents[index] = self._content(index)
-        self._numbers = self._now()
