@@ -133,10 +133,8 @@ def guards_us(parameters: int) -> dict[str, float]:
         parts: dict[str, Callable[[], object]] = {
             "settings": guards._quick_now,
             "tensors": objects.tensors.changed,
-            "objects in their places": objects.places.changed,
-            "submodules": objects.submodules.changed,
+            "members": objects.members.changed,
             "classes": objects.classes.changed,
-            "hooks": objects.hooks.removed,
             "modes": objects.modes.changed,
             "Python objects": walk.quick_changes,
         }

@@ -107,6 +107,17 @@ def test_objects_are_compared_before_every_replay(change: Callable[[Any], None],
     assert words in (guards.changed() or "")
 
 
+def test_a_buffer_that_was_bound_anew_is_compared_from_then_on() -> None:
+    model = _Layers()
+    guards = _guards(model)
+    model.norm.running_mean = model.norm.running_mean.view(2)
+    assert guards.changed() is None
+    model.norm.running_mean.data = torch.ones(2)
+    assert "the address of buffer `norm.running_mean` changed" in (guards.changed() or "")
+    del model.norm.running_mean
+    assert "the address of buffer `norm.running_mean` changed" in (guards.changed() or "")
+
+
 def test_what_was_frozen_is_seen_to_thaw() -> None:
     model = _Layers().eval().requires_grad_(False)
     guards = _guards(model)

@@ -328,6 +328,30 @@ def test_dictionaries_that_were_written_to(
     assert watched.changed() == [2]
 
 
+def test_of_some_dictionaries_only_names_are_compared() -> None:
+    held = {"n": 1.5, "other": 1}
+    watched = Versions([held], [("n", "m")])
+    held["other"] = 2
+    assert watched.changed() == []
+    del held["other"]
+    held["m"] = 1  # the length is as before
+    assert watched.changed() == watched.changed() == [0]
+    watched.remember([0])
+    held["m"] = 2
+    assert watched.changed() == [0]
+
+
+def test_a_name_that_the_step_mentions_comes_for_one_that_it_does_not() -> None:
+    holder = Holder(n=1, other=1)
+    walk = Walk([Root(holder, "", "the holder", by_name=True)], Scope(reads=frozenset({"n", "m"})))
+    walk.be_quick()
+    holder.other = 2
+    assert walk.quick_changes() == []
+    del holder.other
+    holder.m = 1
+    assert [moved.path for moved in walk.quick_changes()] == ["m"]
+
+
 def test_the_users_line_is_named_and_not_that_of_a_package() -> None:
     source = compile("def fill(frame):\n    frame.cache = 1", "/lib/site-packages/frames.py", "exec")
     fill = next(part for part in source.co_consts if isinstance(part, types.CodeType))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,7 @@ class PreparedOptimizer(EagerOptimizer):
         self._tensors = HostTensors(optimizer, self._form.lists_on_device)
         self.outcomes = Outcomes(self._tensors.write)
         self._traced: TracedStep | None = None  # the step under capture
-        self._programs: WeakSet[HostProgram] = WeakSet()  # of the graphs that exist
+        self._programs: list[ref[HostProgram]] = []  # of the graphs that exist
         self._restored = False
         self._restore = ExitStack()
         self._prepare_groups()
@@ -245,7 +245,8 @@ class PreparedOptimizer(EagerOptimizer):
         """True if captured steps would take the same branches, and equal counters are still equal."""
         if not self._tensors.are_alike():
             return False
-        branching = [program for program in self._programs if program.decided]
+        programs = [program for reference in self._programs if (program := reference()) is not None]
+        branching = [program for program in programs if program.decided]
         if not branching:
             return True
         hold = [all(program.holds(state) for program in branching) for state in self.outcomes.possible()]
@@ -367,7 +368,8 @@ class PreparedOptimizer(EagerOptimizer):
                 raise _lr_set_inside()
         if traced is not None:
             traced.register()
-            self._programs.add(traced.program)
+            others = [each for each in self._programs if each() not in (None, traced.program)]
+            self._programs = [*others, ref(traced.program)]
 
     def _tracing(self) -> TracedStep:
         """The trace of the steps in this capture: a later one goes on with the last counters."""

@@ -114,6 +114,8 @@ class Shards:
 
     def settings(self) -> tuple[Any, ...]:
         """All plain values in the state of the hooks, in a form that is fast to compare."""
+        if not self._modules:
+            return ()
         return tuple(
             value for state in self._states() for value in vars(state).values() if type(value) in _PLAIN
         )

@@ -12,7 +12,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, repeat
 from weakref import WeakSet
 
 import torch
@@ -43,10 +43,9 @@ def _references_of_grad() -> int:
 _REFERENCES_OF_GRAD = _references_of_grad()
 
 
-def _is_in_torch(parameter: nn.Parameter, gradient: Tensor) -> bool:
-    """True if C++ code refers to a gradient, besides the Python object."""
-    count: Callable[[], int] | None = getattr(gradient, "_use_count", None)
-    return parameter.grad is gradient if count is None else count() > 1
+# The references to a tensor from C++, and one for its Python object; only some versions have it.
+_use_count: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
+_grad_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 
 
 _all: WeakSet[ExternalReferences] = WeakSet()
@@ -67,6 +66,8 @@ class ExternalReferences:
             id(gradient): (p, gradient) for p, gradient in added or () if id(gradient) not in by_id
         }
         self._gradients = [*by_id.values()]
+        self._parameters = [parameter for parameter, _ in self._gradients]
+        self._tensors = [gradient for _, gradient in self._gradients]
         self._storages = [local(gradient).untyped_storage() for _, gradient in self._gradients]
         self._numbers = [int(storage._cdata) for storage in self._storages]
         self._references: list[int] = []
@@ -132,12 +133,16 @@ class ExternalReferences:
         return [*map(_users_of, self._numbers)] if _users_of is not None else [0] * len(self._numbers)
 
     def _referring(self) -> list[int]:
+        counts = map(sys.getrefcount, self._tensors)
         if not _REFERENCES_OF_GRAD:
-            return [sys.getrefcount(gradient) for _, gradient in self._gradients]
-        return [
-            sys.getrefcount(gradient) - (_REFERENCES_OF_GRAD if _is_in_torch(parameter, gradient) else 0)
-            for parameter, gradient in self._gradients
-        ]
+            return [*counts]
+        # One reference less where C++ code refers to the gradient, besides the Python object.
+        of_torch = (
+            map(operator.is_, map(_grad_of, self._parameters), self._tensors)
+            if _use_count is None
+            else map(operator.gt, map(_use_count, self._tensors), repeat(1))
+        )
+        return [*map(operator.sub, counts, of_torch)]
 
 
 class HandedOut:

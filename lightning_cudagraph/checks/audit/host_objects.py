@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections import UserDict, UserList
 from collections.abc import Callable
@@ -48,6 +49,12 @@ def slot_value(slot: Any, holder: Any) -> Any:
 def namespace_of(cls: type) -> Any:
     """The attributes of the class itself, whatever its metaclass."""
     return type.__dict__["__dict__"].__get__(cls)
+
+
+def dict_behind(space: Any) -> dict[str, Any]:
+    """The dictionary itself: that of a class is behind a proxy."""
+    held: dict[str, Any] = space if isinstance(space, dict) else gc.get_referents(space)[0]
+    return held
 
 
 def lineage(cls: type) -> tuple[type, ...]:

@@ -27,6 +27,7 @@ from lightning_cudagraph.checks.audit.host_objects import (
     UNSET,
     VALUES,
     attributes_of,
+    dict_behind,
     namespace_of,
     slot_value,
     slots_of,
@@ -327,7 +328,7 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     if how.is_attributes:
         read, write = (lambda: dict(value)), (lambda parts: _write_attributes(value, parts))
     elif issubclass(kind, type):
-        holder = gc.get_referents(namespace_of(value))[0]  # the dictionary behind the proxy
+        holder = dict_behind(namespace_of(value))
         read, write = (lambda: _of_class(value)), (lambda parts: _write_class(value, parts))
     elif how.draws and (state := generator_state(value)) is not None:
         holder = None

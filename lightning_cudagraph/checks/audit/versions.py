@@ -7,7 +7,8 @@ two or three values. A new number means a write, not another value, so the value
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -56,42 +57,55 @@ class Versions:
     """A record of dictionaries, by version and by the identity of keys and values.
 
     The order of an `OrderedDict` is kept apart from its items, and not compared.
+
+    Args:
+        dicts: the dictionaries.
+        names: for each, the only keys that are compared; None for all of them.
     """
 
-    def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
+    def __init__(
+        self, dicts: Iterable[dict[Any, Any]], names: Iterable[Collection[str] | None] = ()
+    ) -> None:
         self._dicts = [*dicts]
-        self._values = [[*dict.values(held)] for held in self._dicts]
-        self._keys = [[*dict.keys(held)] for held in self._dicts]
-        self._numbers = self._now()
+        self._names = [*names] or [None] * len(self._dicts)
+        self._numbers = self._now()  # first, because another thread may write in between
+        self._contents = [*map(self._content, range(len(self._dicts)))]
 
     def _now(self) -> list[int]:
         # Without versions any of them may have been written to.
         return [*map(_version, self._dicts)] if _version is not None else [-1] * len(self._dicts)
+
+    def _content(self, index: int) -> tuple[list[Any], list[Any]]:
+        held, names = self._dicts[index], self._names[index]
+        if names is None:
+            return [*dict.keys(held)], [*dict.values(held)]
+        there = [name for name in names if name in held]
+        return there, [held[name] for name in there]
 
     def changed(self) -> list[int]:
         """The positions of the dictionaries with other keys or values than recorded, by identity."""
         now = self._now()
         if now == self._numbers and _version is not None:
             return []
-        places = range(len(now))
-        if _version is not None:
-            places = (i for i in places if now[i] != self._numbers[i])  # type: ignore[assignment]
-        found = [index for index in places if not self._is_same(index)]
+        written = repeat(True) if _version is None else map(operator.ne, now, self._numbers)
+        found = [index for index in compress(range(len(now)), written) if not self._is_same(index)]
         if not found:
             self._numbers = now
         return found
 
     def _is_same(self, index: int) -> bool:
-        held, values, keys = self._dicts[index], self._values[index], self._keys[index]
+        keys, values = self._contents[index]
+        now: Any = self._dicts[index]
+        if self._names[index] is not None:
+            now = dict(zip(*self._content(index), strict=True))
         return (
-            len(held) == len(values)
-            and all(map(operator.is_, dict.values(held), values))
-            and all(map(operator.is_, dict.keys(held), keys))
+            len(now) == len(values)
+            and all(map(operator.is_, dict.values(now), values))
+            and all(map(operator.is_, dict.keys(now), keys))
         )
 
     def remember(self, positions: Iterable[int]) -> None:
         """Record the present contents of the dictionaries at `positions`."""
-        for index in positions:
-            held = self._dicts[index]
-            self._values[index], self._keys[index] = [*dict.values(held)], [*dict.keys(held)]
         self._numbers = self._now()
+        for index in positions:
+            self._contents[index] = self._content(index)

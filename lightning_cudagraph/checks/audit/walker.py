@@ -49,6 +49,7 @@ from lightning_cudagraph.checks.audit.host_objects import (
     PLAIN_OF_PYTHON,
     VALUES,
     attributes_of,
+    dict_behind,
     is_users_class,
     lineage,
     namespace_of,
@@ -264,7 +265,7 @@ class Walk:
         """
         written = self._dicts.changed()
         moved = self._moved_nodes()
-        suspects = [*(self._of_dicts[index] for index in written), *moved]
+        suspects = [*(self._in_dicts[index] for index in written), *moved]
         nodes = [*suspects, *self._read, *(self._large if everything else ())]
         found = [moved for node in nodes for moved in self._of(node)]
         if suspects and not found:
@@ -281,7 +282,8 @@ class Walk:
     def be_quick(self) -> None:
         """Prepare `quick_changes`: compare all parts at once in C from now on."""
         held = [node for node in self._nodes if node.holder is not None and not node.is_large]
-        self._of_dicts = [node for node in held if type(node.holder) is dict]
+        of_dicts = [node for node in held if type(node.holder) is dict]
+        self._in_dicts = [*of_dicts, *self._picked]
         self._held = [node for node in held if type(node.holder) is not dict]
         self._holders = [node.holder for node in self._held]
         self._ordered: list[Any] = [
@@ -290,9 +292,11 @@ class Walk:
         self._ordered += [dict.keys(h) for h in self._holders if issubclass(type(h), dict)]
         self._read = [node for node in self._nodes if node.holder is None and not node.is_large]
         self._large = [node for node in self._nodes if node.is_large]
-        self._spaces = [node.holder for node in self._picked]
         self._layouts = Layouts([node.owner for node in self._tensors])
-        self._dicts = Versions(node.holder for node in self._of_dicts)
+        self._dicts = Versions(
+            [dict_behind(node.holder) for node in self._in_dicts],
+            [*(None for _ in of_dicts), *(node.reads for node in self._picked)],
+        )
         self._remember()
 
     def _remember(self) -> None:
@@ -300,11 +304,6 @@ class Walk:
         self._were = self._referents()
         counts = [len(gc.get_referents(holder)) for holder in self._holders]
         self._ends = [*accumulate(counts)] or [0]
-        picks = [(n.holder, name) for n in self._picked for name in n.reads & n.holder.keys()]
-        self._picked_spaces = [space for space, _ in picks]
-        self._picked_names = [name for _, name in picks]
-        self._picked_values = [space[name] for space, name in picks]
-        self._sizes = [*map(len, self._spaces)]
 
     def _referents(self) -> list[Any]:
         # The garbage collector does not show keys that are strings.
@@ -319,20 +318,9 @@ class Walk:
         elif not all(map(operator.is_, now, self._were)):
             positions = [i for i, one in enumerate(map(operator.is_, now, self._were)) if not one]
             suspects += self._at(positions)
-        if self._picks_moved():
-            suspects += self._picked
         if self._tensors and self._layouts.changed([node.owner for node in self._tensors]):
             suspects += self._tensors
         return suspects
-
-    def _picks_moved(self) -> bool:
-        try:
-            now = map(operator.getitem, self._picked_spaces, self._picked_names)
-            if not all(map(operator.is_, now, self._picked_values)):
-                return True
-        except KeyError:
-            return True
-        return [*map(len, self._spaces)] != self._sizes
 
     def _at(self, positions: list[int]) -> list[Node]:
         """The nodes of the parts at some positions of the list of referents."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
-from lightning_cudagraph.checks.guards.members import Members
+from lightning_cudagraph.checks.audit.host_objects import dict_behind
+from lightning_cudagraph.checks.audit.versions import Versions
 
 __all__ = ["Classes"]
 
@@ -47,10 +48,7 @@ class Classes:
             if base.__flags__ & _IS_HEAP_TYPE and not base.__flags__ & _IS_IMMUTABLE
         ]
         self._functions = self._functions_now()
-        self._members = self._members_now()
-
-    def _members_now(self) -> Members:
-        return Members([vars(each).values() for each in (*self._bases, *self._owners)])
+        self._dicts = Versions(dict_behind(vars(each)) for each in (*self._bases, *self._owners))
 
     def _functions_now(self) -> _Functions:
         found: _Functions = {
@@ -70,12 +68,11 @@ class Classes:
         """True if an object has another class, or another function, of its own or of a class."""
         if not all(map(operator.is_, map(type, self._objects), self._types)):
             return True
-        if not self._members.changed():
-            return False
-        if self.in_words():
-            return True
-        # No function changed; reads of other attributes are guarded by themselves.
-        self._members = self._members_now()
+        if written := self._dicts.changed():
+            if self.in_words():
+                return True
+            # No function changed; reads of other attributes are guarded by themselves.
+            self._dicts.remember(written)
         return False
 
     def in_words(self) -> str:

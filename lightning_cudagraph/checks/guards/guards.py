@@ -305,7 +305,7 @@ class Guards:
                 return f"{label} changed{in_words(was, now)}"
         if moved:
             self._moved, self.suspicion = moved, moved[0].words
-        if self._structure.hooks.registered() or self._suspect:
+        if self._structure.registered_hooks() or self._suspect:
             self._suspect = False
             return _first_difference(self._thorough, self._thorough_state())
         return None

@@ -24,7 +24,9 @@ class Members:
     def __init__(self, parts: Iterable[Collection[Any]]) -> None:
         parts = [*parts]
         views = [part for part in parts if type(part) is _VIEW]
-        self._dicts = Versions(held for view in views for held in gc.get_referents(view))
+        held = [each for view in views for each in gc.get_referents(view)]
+        # Each once, because one number for each is read before each replay.
+        self._dicts = Versions({id(each): each for each in held}.values())
         parts = [part for part in parts if type(part) is not _VIEW]
         self._filled = [part for part in parts if len(part)]
         self._empty = [part for part in parts if not len(part)]

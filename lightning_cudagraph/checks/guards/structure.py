@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_cudagraph.checks.audit.versions import Versions
 from lightning_cudagraph.checks.guards.classes import Classes
 from lightning_cudagraph.checks.guards.members import Members
 from lightning_cudagraph.tensors.layouts import Layouts
@@ -57,25 +58,25 @@ class _Tensors:
     """Guard on tensors, and on buffers by name, because code outside the step may rebind one."""
 
     def __init__(self, tensors: list[Tensor], modules: list[nn.Module]) -> None:
-        buffers = [(module._buffers, name) for module in modules for name in module._buffers]
-        held = [(holder, name) for holder, name in buffers if holder[name] is not None]
-        self._absent = [(holder, name) for holder, name in buffers if holder[name] is None]
+        tables = [module._buffers for module in modules if module._buffers]
+        buffers = [(table, name) for table in tables for name in table]
+        self._held = [(table, name) for table, name in buffers if table[name] is not None]
+        self._absent = [(table, name) for table, name in buffers if table[name] is None]
+        self._tables = Versions(tables)
         self._tensors = tensors
-        self._holders = [holder for holder, _ in held]
-        self._names = [name for _, name in held]
-        self._layouts = Layouts(self._now())
+        self._now = self._present()
+        self._layouts = Layouts(self._now)
 
-    def _now(self) -> list[Any]:
-        return [*self._tensors, *map(operator.getitem, self._holders, self._names)]
+    def _present(self) -> tuple[Any, ...]:
+        return (*self._tensors, *(table.get(name) for table, name in self._held))
 
     def changed(self) -> bool:
-        try:
-            now = self._now()
-        except KeyError:  # one was deleted
-            return True
-        if self._layouts.changed(now):
-            return True
-        return any(holder.get(name) is not None for holder, name in self._absent)
+        if rebound := self._tables.changed():
+            if any(table.get(name) is not None for table, name in self._absent):
+                return True
+            self._now = self._present()
+            self._tables.remember(rebound)
+        return self._layouts.changed(self._now)
 
 
 class _Modes:
@@ -94,27 +95,12 @@ class _Modes:
         return any(module.training != was for module, was in self._odd)
 
 
-class _Hooks:
-    """Guard on hooks of modules, parameters and optimizers.
-
-    torch numbers all hooks in one sequence, so a new one shows in the next number. Removal is found by
-    comparing the tables that had hooks.
-    """
-
-    def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
-        tables = [getattr(m, kind, None) for m in modules for kind in _MODULE_HOOKS]
-        tables += _hooks_of_all().values()
-        tables += [getattr(p, kind, None) for p in parameters for kind in _TENSOR_HOOKS]
-        self._there = Members([table.values() for table in tables if table])
-        self._next = RemovableHandle.next_id
-
-    def removed(self) -> bool:
-        return self._there.changed()
-
-    def registered(self) -> bool:
-        """True if a hook was registered anywhere since the last call."""
-        was, self._next = self._next, RemovableHandle.next_id
-        return was != self._next
+def _tables_of_hooks(modules: list[nn.Module], parameters: list[nn.Parameter]) -> list[Any]:
+    """The tables of modules, parameters and optimizers that hold hooks."""
+    tables = [getattr(m, kind, None) for m in modules for kind in _MODULE_HOOKS]
+    tables += _hooks_of_all().values()
+    tables += [getattr(p, kind, None) for p in parameters for kind in _TENSOR_HOOKS]
+    return [table for table in tables if table]
 
 
 class Structure:
@@ -139,11 +125,18 @@ class Structure:
         own = [p for model in models for p in model.parameters()]
         parameters = list({id(p): p for p in (*own, *loose)}.values())
         held = {id(m): m for part in others for m in part if isinstance(m, Tensor)}
-        tensors = [*{**{id(p): p for p in parameters}, **held}.values()]
-        self.modes, self.tensors = _Modes(modules), _Tensors(tensors, modules)
-        self.submodules = Members([m._modules.values() for m in modules])
-        self.places = Members([m._parameters.values() for m in modules] + others)
-        self.hooks = _Hooks(modules, parameters)
+        self.tensors = _Tensors([*{**{id(p): p for p in parameters}, **held}.values()], modules)
+        self.modes = _Modes(modules)
+        self.members = Members(
+            [
+                *(m._modules.values() for m in modules),
+                *(m._parameters.values() for m in modules),
+                *others,
+                *(table.values() for table in _tables_of_hooks(modules, parameters)),
+            ]
+        )
+        # torch numbers all hooks in one sequence, so a new one shows in the next number.
+        self._next_hook = RemovableHandle.next_id
         one_of_each = {type(parameter): parameter for parameter in parameters}
         # Strategies have patches of this package, others in an evaluation than in training.
         callees = [*callees]
@@ -151,15 +144,18 @@ class Structure:
         self.classes = Classes([*modules, *one_of_each.values(), *callees], optimizers)
 
     def changed(self) -> bool:
-        """True if anything changed."""
+        """True if anything changed, but for hooks that were registered."""
         return (
             self.modes.changed()
-            or self.hooks.removed()
-            or self.submodules.changed()
-            or self.places.changed()
+            or self.members.changed()
             or self.tensors.changed()
             or self.classes.changed()
         )
+
+    def registered_hooks(self) -> bool:
+        """True if a hook was registered anywhere since the last call."""
+        was, self._next_hook = self._next_hook, RemovableHandle.next_id
+        return was != self._next_hook
 
 
 def _hooks_of_all() -> dict[str, Any]:
