@@ -1,9 +1,9 @@
-"""Dynamic patterns of the literature on CUDA graphs, in the form that a graph can hold and in the form that it cannot.
+"""Dynamic patterns, each in a form that a graph can hold, and in one that it cannot.
 
-Plain loops use `GraphedStep`, trainings the callback. Each form that works comes to the bits of the same code
-without graphs. Patterns with a test of their own elsewhere: random numbers and generators (test_random,
-test_step), learning rates and step counters (test_family, test_step), fp16 (test_fp16, test_step_calls),
-`batch_idx` (test_paths), a recommender (test_examples).
+Plain loops use `GraphedStep`, trainings the callback. Each form that works comes to the bits of the
+same code without graphs. Elsewhere: random numbers and generators (test_random, test_step), learning
+rates and step counters (test_family, test_step), fp16 (test_fp16, test_step_calls), `batch_idx`
+(test_paths), a recommender (test_examples).
 
 `tests/gpu/test_patterns.py` collects these tests again, on CUDA.
 """
@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph import (
-    Buckets,
     CaptureError,
     CUDAGraphCallback,
     GraphedStep,
@@ -75,7 +74,9 @@ def state_of(*parts: Any) -> list[Any]:
 
 
 def whole_network(device: str, graphed: Graphed) -> Any:
-    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 4), nn.Dropout(0.1)).to(device)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 4), nn.Dropout(0.1)).to(
+        device
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(data: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +97,9 @@ class Routed:
 
     def __init__(self, device: str) -> None:
         self.parts = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)]).to(device)
-        self.optimizer = torch.optim.SGD(chain(*(p.parameters() for p in self.parts)), lr=0.1, momentum=0.9)
+        self.optimizer = torch.optim.SGD(
+            chain(*(p.parameters() for p in self.parts)), lr=0.1, momentum=0.9
+        )
 
     def is_positive(self, data: Tensor) -> Tensor:
         with torch.no_grad():
@@ -119,7 +122,9 @@ class Routed:
 
     def computes_both(self, data: Tensor, target: Tensor) -> Tensor:
         hidden = self.parts[0](data)
-        return self.learn(torch.where(hidden.sum() > 0, self.parts[1](hidden), self.parts[2](hidden)), target)
+        return self.learn(
+            torch.where(hidden.sum() > 0, self.parts[1](hidden), self.parts[2](hidden)), target
+        )
 
 
 def reads_which(device: str, graphed: Graphed) -> Any:
@@ -133,9 +138,7 @@ def told_which(device: str, graphed: Graphed) -> Any:
     net = Routed(device)
     ask = graphed(net.is_positive, net.parts)
     step = graphed(net.told, net.parts, net.optimizer)
-    seen = []
-    for data in batches(device, 24):
-        seen.append(step(data, data[:, :4], bool(ask(data))))
+    seen = [step(data, data[:, :4], bool(ask(data))) for data in batches(device, 24)]
     return seen, state_of(net.parts, net.optimizer)
 
 
@@ -143,6 +146,90 @@ def computes_both(device: str, graphed: Graphed) -> Any:
     net = Routed(device)
     step = graphed(net.computes_both, net.parts, net.optimizer)
     return [step(data, data[:, :4]) for data in batches(device)], state_of(net.parts)
+
+
+# Clipping, and steps of an optimizer that depend on the gradients.
+
+
+class Small:
+    def __init__(self, device: str) -> None:
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01, fused=True)
+        self.found = torch.zeros((), device=device)
+
+    def backward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.net(x).square().mean()
+        (loss * scale).backward()
+        return loss
+
+    def norm(self) -> Tensor:
+        gradients = [p.grad for p in self.net.parameters() if p.grad is not None]
+        return torch.stack([gradient.norm() for gradient in gradients]).norm()
+
+    def clips_by_a_branch(self, x: Tensor) -> Tensor:
+        loss, norm = self.backward(x), self.norm()
+        if norm > 0.1:
+            for parameter in self.net.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.1 / norm)
+        self.optimizer.step()
+        return loss
+
+    def clips_by_a_factor(self, x: Tensor) -> Tensor:
+        loss, factor = self.backward(x), (0.1 / (self.norm() + 1e-6)).clamp(max=1.0)
+        for parameter in self.net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor)
+        self.optimizer.step()
+        return loss
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        """Returns if a gradient is not finite, as 0 or 1."""
+        self.backward(x, 1024.0)
+        for parameter in self.net.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1 / 1024)
+        return (~self.norm().isfinite()).float()
+
+    def steps_if_finite(self, x: Tensor) -> Tensor:
+        found = self.unscaled(x)
+        if found.item() == 0:
+            self.optimizer.step()
+        return found
+
+    def steps_on_the_device(self, x: Tensor) -> Tensor:
+        self.found.copy_(self.unscaled(x))
+        self.optimizer.step()
+        return self.found
+
+
+def _trained(device: str, graphed: Graphed, name: str) -> Any:
+    small = Small(device)
+    if name == "steps_on_the_device":
+        small.optimizer.found_inf = small.found  # type: ignore[attr-defined]
+    step = graphed(getattr(small, name), small.net, small.optimizer)
+    seen = []
+    for index, x in enumerate(batches(device)):
+        seen.append(step(x * (torch.inf if index % 4 == 2 and "steps" in name else 1.0)).clone())
+    assert all(bool(parameter.isfinite().all()) for parameter in small.net.parameters())
+    return seen, state_of(small.net, small.optimizer)
+
+
+def clips_by_a_branch(device: str, graphed: Graphed) -> Any:
+    return _trained(device, graphed, "clips_by_a_branch")
+
+
+def clips_by_a_factor(device: str, graphed: Graphed) -> Any:
+    return _trained(device, graphed, "clips_by_a_factor")
+
+
+def steps_if_finite(device: str, graphed: Graphed) -> Any:
+    return _trained(device, graphed, "steps_if_finite")
+
+
+def steps_on_the_device(device: str, graphed: Graphed) -> Any:
+    return _trained(device, graphed, "steps_on_the_device")
 
 
 # Early exit: an early classifier answers if it is sure, else the rest of the model.
@@ -261,9 +348,7 @@ def lists_of_tensors(device: str, graphed: Graphed) -> Any:
         return [out @ weight for out, weight in zip(outputs, weights, strict=True)]
 
     step = graphed(step)
-    return [
-        step([torch.randn(size, 6, device=device) for size in sizes]) for _ in range(10)
-    ], weights
+    return [step([torch.randn(size, 6, device=device) for size in sizes]) for _ in range(10)], weights
 
 
 def rebound_list(device: str, graphed: Graphed) -> Any:
@@ -506,6 +591,18 @@ def outputs_of_two_calls(device: str, graphed: Graphed) -> Any:
     return kept
 
 
+def keeps_its_output(device: str, graphed: Graphed) -> Any:
+    """The step itself keeps a tensor that later replays would overwrite."""
+    kept = {1: torch.zeros(())}
+
+    def step(x: Tensor) -> Tensor:
+        kept[1] = x * 2
+        return kept[1] + 1
+
+    step = graphed(step)
+    return [(step(x), kept[1]) for x in batches(device)]
+
+
 def last_output_as_input(device: str, graphed: Graphed) -> Any:
     """The output of a call, and a view of it, are arguments of the next one."""
     step = graphed(lambda x, before: torch.tanh(x @ before.t()) + before)
@@ -520,6 +617,8 @@ WORKS: list[tuple[Loop, list[int]]] = [
     (whole_network, [9]),
     (told_which, [14, 14]),
     (computes_both, [9]),
+    (clips_by_a_factor, [9]),
+    (steps_on_the_device, [9]),
     (early_then_rest, [21, 8]),
     (two_complete_paths, [7, 11]),
     (both_and_where, [9]),
@@ -544,3 +643,352 @@ def test_works(accelerator: str, loop: Loop, replays: list[int]) -> None:
     for each in calls:
         assert not each.eager, each
         assert not each.recaptures or loop is told_which  # more gradients, and more momentum, at first
+
+
+BRANCH = "a Python branch on a tensor"
+# With what the error calls the reason, and a word of its remedy.
+BREAKS: list[tuple[Loop, str, str]] = [
+    (reads_which, BRANCH, "`torch.where`"),
+    (clips_by_a_branch, BRANCH, "`torch.where`"),
+    (steps_if_finite, BRANCH, "`torch.where`"),
+    (reads_confidence, BRANCH, "`torch.where`"),
+    (whole_mixture, "a boolean mask", "`torch.where"),
+    (foo_in_one, BRANCH, "`torch.where`"),
+    (keeps_its_output, "sets or changes `kept`", "return it"),
+]
+
+
+@pytest.mark.parametrize(("loop", "reason", "remedy"), BREAKS, ids=lambda c: getattr(c, "__name__", ""))
+def test_breaks(accelerator: str, loop: Loop, reason: str, remedy: str) -> None:
+    """The form that no graph can hold is refused with a line and a remedy."""
+    with pytest.raises(CaptureError) as caught:
+        run(loop, device_of(accelerator))
+    assert reason in caught.value.what
+    assert remedy in caught.value.remedy
+    assert str(caught.value.location).startswith(f"{__file__}:")
+
+
+# With what the report says.
+STALE: list[tuple[Loop, str]] = [
+    (statistics_rebound, "`MEAN` of `tests.test_patterns` changed"),
+    (rebound_list, "`inputs[1]` of the closure of `step` changed"),
+    (exponent_baked, "`exponent` of the closure of `step` changed from 3.5 to 4.0"),
+    (exponent_as_argument, "pass what the step reads as tensors"),
+]
+
+
+@pytest.mark.parametrize(("loop", "said"), STALE, ids=lambda case: getattr(case, "__name__", ""))
+def test_changes_are_seen(accelerator: str, loop: Loop, said: str) -> None:
+    """A graph that would read an old address or number is not replayed, and the report says why."""
+    (calls,) = both(loop, accelerator)
+    assert calls.replayed == calls.captures  # a capture is replayed at once
+    assert said in " ".join([*calls.recaptures, calls.not_captured])
+
+
+def test_a_gradient_that_the_caller_reads(accelerator: str) -> None:
+    """The step gives a gradient to its argument, or to a part of it that the caller keeps."""
+    kept: list[Tensor] = []
+
+    def own(x: Tensor) -> None:
+        x.requires_grad_().square().sum().backward()
+
+    def part(x: Tensor) -> None:
+        kept[0].square().sum().backward()
+
+    for function in (own, part):
+        step = GraphedStep(function)
+        with pytest.raises(UnsupportedError, match="its gradient would be lost"):  # noqa: PT012
+            for x in batches(device_of(accelerator)):
+                kept[:] = [x.detach().requires_grad_()]
+                step(x)
+
+
+@pytest.mark.parametrize(
+    ("branch", "tensor"), [(steps_if_finite, steps_on_the_device), (reads_confidence, both_and_where)]
+)
+def test_both_forms_compute_the_same(accelerator: str, branch: Loop, tensor: Loop) -> None:
+    one, other = (run(loop, device_of(accelerator), backend="off")[0] for loop in (branch, tensor))
+    assert not differences(one, other)
+
+
+# Training by the callback.
+
+
+class Simple(Net):
+    """Without batch norm, which would remember a batch that is not finite."""
+
+    def __init__(self, make_optimizer: Any = None) -> None:
+        super().__init__(make_optimizer)
+        self.features = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Dropout(0.3))
+
+
+def fit(
+    module: Callable[[], Any],
+    tmp_path: Path,
+    accelerator: str,
+    callback: CUDAGraphCallback | None = None,
+    **kwargs: Any,
+) -> Trace:
+    """Train without and with the callback, and return the second run, which must equal the first."""
+    plain, graph = (
+        train(make(module), tmp_path / name, ours, accelerator=accelerator, checkpoint_every=0, **kwargs)
+        for name, ours in (("plain", None), ("graph", callback or CUDAGraphCallback()))
+    )
+    assert_same(plain, graph)
+    return graph
+
+
+def _with_bad_batches() -> DataLoader[Any]:
+    data = loader(ragged=False).dataset
+    x, y = (t.clone() for t in data.tensors)  # type: ignore[attr-defined]
+    x[33::9] = torch.nan  # in the last three of seven batches
+    return DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+
+
+class StopsAtBadLoss(Simple):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        if loss.isnan() or loss.isinf():
+            return None
+        return loss
+
+
+class SkipsBadLosses(Simple):
+    """No wait: a fused optimizer skips the step, and a counter counts it."""
+
+    def configure_optimizers(self) -> Any:
+        self.register_buffer("bad", torch.zeros((), device=self.device), persistent=False)
+        self.register_buffer("skipped", torch.zeros((), device=self.device))
+        optimizer: Any = torch.optim.AdamW(self.parameters(), fused=True)
+        optimizer.found_inf = self.bad
+        return optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.bad.copy_(~torch.isfinite(loss.detach()))
+        self.skipped += self.bad
+        return loss
+
+
+def test_steps_skipped_without_a_wait(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError, match=r"whether numbers are finite.*\n.*\n.*nan_checks"):
+        train(
+            make(StopsAtBadLoss),
+            tmp_path / "breaks",
+            CUDAGraphCallback(),
+            accelerator=accelerator,
+            train_loader=_with_bad_batches(),
+        )
+    trace = fit(SkipsBadLosses, tmp_path, accelerator, train_loader=_with_bad_batches())
+    assert trace.counts.replayed > 12
+    module: Any = trace.module
+    assert module.skipped == 3 * 3
+    assert all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+    assert trace.trainer is not None
+    steps = trace.trainer.optimizers[0].state[next(module.parameters())]["step"]
+    assert steps == 3 * (7 - 3)
+
+
+class ClipsInAHook(Simple):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", nn.utils.clip_grad_norm_(self.parameters(), 0.1))
+
+
+class ClipsByABranch(Simple):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        if norm > 0.1:
+            for gradient in gradients:
+                gradient.mul_(0.1 / norm)
+
+
+@pytest.mark.parametrize(
+    ("module", "clip"), [(Simple, 0.1), (ClipsInAHook, None), (ClipsByABranch, None)]
+)
+def test_clipping(tmp_path: Path, accelerator: str, module: Any, clip: float | None) -> None:
+    """A branch on the norm, in a hook, leaves the optimizer outside of the graph."""
+    build = lambda: module(lambda p: torch.optim.AdamW(p, lr=1e-2))  # noqa: E731
+    trace = fit(build, tmp_path, accelerator, gradient_clip_val=clip)
+    assert trace.counts.replayed > 12
+    is_outside = "the optimizer steps eagerly" in str(trace.summary)
+    assert is_outside == (module is ClipsByABranch)
+
+
+class Numbers(Net):
+    """Others in each step: an exponent, a temperature, the weight of a loss; and the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("exponent", "temperature", "weight", "epoch"):
+            self.register_buffer(name, torch.ones(()))
+
+    def on_train_epoch_start(self) -> None:
+        self.epoch.fill_(self.current_epoch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.exponent.fill_(2.0 + 0.1 * self.global_step)
+        self.temperature.fill_(0.95**self.global_step)
+        self.weight.fill_(min(1.0, 0.1 * self.global_step))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x) / self.temperature
+        penalty = torch.pow(logits.abs().mean(), self.exponent)
+        self.log("penalty", penalty)
+        return F.cross_entropy(logits, y) + self.weight * penalty / (1 + self.epoch)
+
+
+def test_numbers_that_change(tmp_path: Path, accelerator: str) -> None:
+    trace = fit(Numbers, tmp_path, accelerator)
+    assert trace.counts.replayed > 12
+    assert not trace.counts.recaptures
+    penalties = [float(step["logged_metrics"]["penalty"]) for step in trace.steps]
+    assert len({*penalties}) == len(penalties)
+
+
+class Statistics(Net):
+    """Normalizes with tensors of the Python module, written or replaced between two steps."""
+
+    rebinds = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        global MEAN, STD
+        if self.rebinds or MEAN.shape != (12,) or self.global_step == 0:
+            MEAN, STD = batch[0].mean(0), batch[0].std(0)
+        else:
+            MEAN.copy_(batch[0].mean(0))
+            STD.copy_(batch[0].std(0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return super().training_step(((x - MEAN) / (STD + 1e-5), y), batch_idx)
+
+
+class ReboundStatistics(Statistics):
+    rebinds = True
+
+
+@pytest.mark.parametrize("module", [Statistics, ReboundStatistics])
+def test_global_statistics(tmp_path: Path, accelerator: str, module: type[Statistics]) -> None:
+    trace = fit(module, tmp_path, accelerator)
+    if module.rebinds:
+        assert "`MEAN` of `tests.test_patterns` changed" in trace.counts.recaptures
+        assert trace.counts.replayed <= trace.counts.captures
+    else:
+        assert not trace.counts.recaptures
+        assert trace.counts.replayed > 12
+
+
+class TwoExits(Net):
+    """Trains a head for batches that are easy, and a larger one for the others."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda p: torch.optim.SGD(p, lr=0.01))
+        self.rest = nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 4))
+
+    def sure(self, x: Tensor) -> Tensor:
+        return x.abs().mean() < 0.8
+
+
+class ReadsExit(TwoExits):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.features(x)
+        return self.head(hidden) if self.sure(x) else self.rest(hidden)
+
+
+class BothExits(TwoExits):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.features(x)
+        return torch.where(self.sure(x), self.head(hidden), self.rest(hidden))
+
+
+class ToldExit(TwoExits):
+    """The host decides before the step; each answer has a graph."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (*batch, bool(self.sure(batch[0]))) if self.trainer.training else batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, is_sure = batch
+        hidden = self.features(x)
+        return F.cross_entropy(self.head(hidden) if is_sure else self.rest(hidden), y)
+
+
+class DroplessMixture(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Mixture()
+        self.before = nn.Linear(12, 6)
+
+    def route(self, x: Tensor) -> Tensor:
+        return self.mixture.dropless(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixture.after(self.route(self.mixture.before(self.before(x))))
+
+
+class CapacityMixture(DroplessMixture):
+    def route(self, x: Tensor) -> Tensor:
+        return self.mixture.capacity(x)
+
+
+@pytest.mark.parametrize("module", [BothExits, ToldExit, CapacityMixture])
+def test_training_along_paths(tmp_path: Path, accelerator: str, module: Any) -> None:
+    trace = fit(module, tmp_path, accelerator, max_epochs=6, train_loader=loader(ragged=False))
+    assert trace.counts.replayed > 12
+    assert trace.counts.captures == (2 if module is ToldExit else 1)
+
+
+@pytest.mark.parametrize("module", [ReadsExit, DroplessMixture])
+def test_training_along_paths_breaks(tmp_path: Path, accelerator: str, module: Any) -> None:
+    with pytest.raises(CaptureError, match=r"found at .*test_patterns.py.*\n.*Remedy: .*`torch.where"):
+        train(make(module), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
+class Masked(Net):
+    """The loss of some tokens alone, without a shape that depends on the mask."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        counts = x.sum(1) > 0
+        losses = F.cross_entropy(self(x), y, reduction="none")
+        return (losses * counts).sum() / counts.sum().clamp(min=1)
+
+
+class Gathered(Masked):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        rows = (x.sum(1) > 0).nonzero().flatten()
+        return F.cross_entropy(self(x)[rows], y[rows])
+
+
+def test_masks(tmp_path: Path, accelerator: str) -> None:
+    assert fit(Masked, tmp_path, accelerator).counts.replayed > 12
+    with pytest.raises(CaptureError, match="`nonzero`"):
+        train(make(Gathered), tmp_path / "breaks", CUDAGraphCallback(), accelerator=accelerator)
+
+
+class KeepsActivations(Net):
+    """Keeps what steps have returned, and what they left on the module, without copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = super().training_step(batch, batch_idx)
+        self.act = out["logits"] * 2
+        return out
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.kept.append((self.act, outputs["logits"], self.act.clone()))
+
+
+def test_outputs_of_earlier_steps(tmp_path: Path, accelerator: str) -> None:
+    trace = fit(KeepsActivations, tmp_path, accelerator)
+    assert trace.counts.replayed > 12
+    module: Any = trace.module
+    for act, logits, was in module.kept:
+        assert torch.equal(act, was)
+        assert torch.equal(logits * 2, was)
