@@ -73,7 +73,7 @@ class GradientHabits:
     def ended(self) -> None:
         """Note that a watched step has ended, and that nothing holds its result any more.
 
-        Nobody reads the gradient of a tensor that is gone now: a step may train a detached argument,
+        The gradient of a tensor that is gone now is not read any more: a step may train a detached argument,
         and return its gradient.
         """
         self._strangers += [leaf for met in self._met if (leaf := met()) is not None]
