@@ -73,8 +73,8 @@ class GradientHabits:
     def ended(self) -> None:
         """Note that a watched step has ended, and that nothing holds its result any more.
 
-        The gradient of a tensor that is gone now is not read any more: a step may train a detached argument,
-        and return its gradient.
+        The gradient of a tensor that is gone now is not read any more: a step may train a detached
+        argument, and return its gradient.
         """
         self._strangers += [leaf for met in self._met if (leaf := met()) is not None]
         self._met.clear()
