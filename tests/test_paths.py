@@ -125,6 +125,43 @@ def test_paths(tmp_path: Path, accelerator: str, use: Any, paths: int, verify: b
     assert run.counts.replayed > 1.5 * BATCHES
 
 
+class InTurn(Branching):
+    """Two heads, of which each path trains one or both; the counters of their optimizer meet again."""
+
+    def __init__(self, make_optimizer: Any, turns: tuple[str, ...]) -> None:
+        super().__init__(regularises)
+        self.make_optimizer, self.turns = make_optimizer, turns
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        turn = self.turns[batch_idx % len(self.turns)]
+        loss = nn.functional.cross_entropy(self(x), y) if "head" in turn else 0
+        return loss + nn.functional.cross_entropy(self.extra(x), y) if "extra" in turn else loss
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("turns", [("head", "extra"), ("head, extra", "head", "extra")], ids=str)
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [torch.optim.AdamW, lambda p: torch.optim.NAdam(p, foreach=True)],
+)
+def test_parameters_in_turn(tmp_path: Path, accelerator: str, turns: Any, make_optimizer: Any) -> None:
+    plain, graph = (
+        train(
+            make(lambda: InTurn(make_optimizer, turns)),
+            tmp_path / name,
+            callback,
+            accelerator=accelerator,
+            train_loader=loader(batches=BATCHES, ragged=False),
+            max_epochs=2,
+        )
+        for name, callback in (("plain", None), ("graph", CUDAGraphCallback(verify=None)))
+    )
+    assert_same(plain, graph)
+    assert graph.counts.replayed > BATCHES
+    assert not graph.counts.eager
+
+
 @pytest.mark.parametrize("window", [2, 3])
 def test_windows(tmp_path: Path, accelerator: str, window: int) -> None:
     """Each accumulation phase reads another part of the index, and the phases share a static batch."""

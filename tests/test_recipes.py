@@ -36,6 +36,7 @@ MAX_LINES = 60
 BY_ANOTHER = {
     "accumulation": "logged_values",
     "attention_masks": "item_and_print",
+    "early_exit": "item_and_print",
 }
 
 

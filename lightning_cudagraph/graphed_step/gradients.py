@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ class GradientHabits:
         self._works_on: set[int] = set()
         self._seen: list[nn.Parameter] = []
         self._strangers: list[Tensor] = []
+        self._met: list[ref[Tensor]] = []  # the strangers of the last step, as long as they live
         self._alive: dict[int, nn.Parameter] = {}  # so that no id is reused
 
     @contextmanager
@@ -62,11 +64,20 @@ class GradientHabits:
         self._works_on |= ids & watch.leaves.keys()
         seen = (self._works_on | self._adds) - self._pure_drops - self._unknown
         self._seen = [parameter for parameter in known.values() if id(parameter) in seen]
-        self._strangers += [
-            leaf
+        self._met += [
+            ref(leaf)
             for leaf in watch.leaves.values()
             if id(leaf) not in ids and leaf.grad is not None and storage_id(leaf) not in lent
         ]
+
+    def ended(self) -> None:
+        """Note that a watched step has ended, and that nothing holds its result any more.
+
+        The gradient of a tensor that is gone now is not read any more: a step may train a detached
+        argument, and return its gradient.
+        """
+        self._strangers += [leaf for met in self._met if (leaf := met()) is not None]
+        self._met.clear()
 
     def _note(
         self, parameter: nn.Parameter, was: Tensor | None, version: int | None, read: set[int]

@@ -225,7 +225,9 @@ class StepRun:
             if phase is Phase.WARMING:
                 self._recorder.warmed_up(arguments, kind.habits)
             if result is None:
-                return copied(returned[0])
+                given = copied(returned.pop())
+                kind.habits.ended()
+                return given
         for note in result.host_notes:
             note()
         return copied(result.returned)

@@ -65,6 +65,13 @@ class HostProgram:
         self._sources[node] = name
         return node
 
+    def renamed(self, node: int, name: Hashable, read: Callable[[], Any]) -> None:
+        """Let a source be another one with the same value."""
+        self._sources[node] = name
+        self._operations = [
+            (each, read if each == node else do, of) for each, do, of in self._operations
+        ]
+
     def operation(self, name: Hashable, do: Callable[..., Any], nodes: tuple[int, ...]) -> int:
         """Add a node that is computed from others, or return the equal one that exists.
 

@@ -6,7 +6,7 @@ of memory, so that a replay advances all of them at once. The tensor objects sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,15 @@ class Alike:
     together: Tensor
     members: list[Tensor]
     data: memoryview
+
+    @classmethod
+    def of(cls, name: str, members: list[Tensor]) -> Alike:
+        """Give equal tensors contiguous memory."""
+        together = torch.stack([member.detach() for member in members])
+        for index, member in enumerate(members):
+            member.set_(together.untyped_storage(), index, (), ())
+        numbers: Any = together.numpy()
+        return cls(name, together, members, memoryview(numbers).cast("B"))
 
     @property
     def key(self) -> tuple[str, int]:
@@ -138,13 +147,16 @@ class HostTensors:
                 return
             for name, tensor in found:
                 by_value.setdefault((name, tensor.dtype, tensor.item()), []).append(tensor)
-            self.alike = []
-            for (name, _, _), members in by_value.items():
-                together = torch.stack([member.detach() for member in members])
-                for index, member in enumerate(members):
-                    member.set_(together.untyped_storage(), index, (), ())
-                numbers: Any = together.numpy()
-                self.alike.append(Alike(name, together, members, memoryview(numbers).cast("B")))
+            self.alike = [Alike.of(name, members) for (name, _, _), members in by_value.items()]
+
+    def split(self, alike: Alike, moved: Collection[int]) -> tuple[Alike, Alike]:
+        """Split a group into the members with these ids, and the others."""
+        parts = (
+            Alike.of(alike.name, [each for each in alike.members if id(each) in moved]),
+            Alike.of(alike.name, [each for each in alike.members if id(each) not in moved]),
+        )
+        self.alike = [each for each in self.alike if each is not alike] + [*parts]
+        return parts
 
     def are_alike(self) -> bool:
         """True if the tensors of each group are still equal."""

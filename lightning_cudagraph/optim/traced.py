@@ -120,6 +120,7 @@ class TracedStep(OwnFunctionMode):
         # By id; numbers that the step has read from the device, and what it has computed from them.
         self._device_numbers: dict[int, Tensor] = {}
         self._starts: dict[int, int] = {}
+        self._used: set[int] = set()  # ids of the state that the step has read
         for alike in tensors.alike:
             with out_of_sight():
                 node = program.source(alike.key, alike.read, alike.read())
@@ -168,6 +169,8 @@ class TracedStep(OwnFunctionMode):
             )
         is_scalar = any(isinstance(leaf, HostScalar) for leaf in leaves)
         is_host = any(id(leaf) in self._nodes for leaf in leaves)
+        if is_host:
+            self._used.update(map(id, leaves))
         # A tensor made from device tensors is no host number; the capture itself refuses it.
         is_given = any(isinstance(leaf, Tensor) and id(leaf) not in self._nodes for leaf in leaves)
         makes = func in _MAKE_TENSORS and (is_scalar or is_host or _device_of(kwargs).type == "cpu")
@@ -378,6 +381,9 @@ class TracedStep(OwnFunctionMode):
         """Run the host program around each replay of the graph from now on, at the end of a step."""
         work, program, stage, tensors = work_under_capture(), self.program, self._stage, self._tensors
         moves, staged = self._moves, self._fills
+        with out_of_sight():
+            for alike in tensors.alike:
+                self._split(alike)
         moves[:] = [(each, node) for each in tensors.alike if (node := self._end_of(each)) is not None]
         staged[:] = [(node, 0.0 if neutral is None else neutral) for node, neutral in self._staged]
         gate, outcomes = self._gate, self._outcomes
@@ -405,6 +411,19 @@ class TracedStep(OwnFunctionMode):
                 tensors.write(ends[0])
 
         work.add(before, behind)
+
+    def _split(self, alike: Alike) -> None:
+        """Split a group of equal tensors if the step moves some, and does not look at the others."""
+        start, nodes = self._starts[id(alike)], self._nodes
+        moved = {id(member) for member in alike.members if nodes[id(member)][1] != start}
+        left = [member for member in alike.members if id(member) not in moved]
+        if not moved or not left or any(id(member) in self._used for member in left):
+            return
+        moving, staying = self._tensors.split(alike, moved)
+        self.program.renamed(start, moving.key, moving.read)
+        node = self.program.source(staying.key, staying.read, staying.read())
+        self._starts |= {id(moving): start, id(staying): node}
+        self._nodes |= {id(member): (member, node) for member in left}
 
     def _end_of(self, alike: Alike) -> int | None:
         """The node with the final value of a group of equal tensors; None if the step leaves them."""
