@@ -24,7 +24,7 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.traced import Stage
 from lightning_cudagraph.trainer.training.captured_step import recording
-from lightning_cudagraph.trainer.training.run import TrainingRun
+from lightning_cudagraph.trainer.training.captured_step.step_numbers import StepNumbers
 from tests.harness import Net, assert_same, differences, make, train
 from tests.optimizers import BranchesOnTheDevice
 
@@ -245,7 +245,7 @@ def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif what == "audit":
         monkeypatch.setattr(recording, "frozen_python_audit", _no_audit)
     elif what == "index":
-        monkeypatch.setattr(TrainingRun, "noted", lambda self, reads, batch_idx: 3)
+        monkeypatch.setattr(StepNumbers, "noted", lambda self, reads, batch_idx: 3)
     elif what == "mirror":
         fill, filled = Stage.fill, []
 
