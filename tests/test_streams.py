@@ -240,6 +240,24 @@ def test_one_number_is_tried_and_the_faster_capture_kept(
     assert on == [*(times or (1,)), *[chosen] * has_others, chosen]
 
 
+def test_a_trial_leaves_version_counters_alone() -> None:
+    """Code around a `GraphedStep` may have saved its weights for a backward pass of its own."""
+    net = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    with GraphedStep(step, net) as graphed:
+        for x in torch.randn(8, 4, 4):
+            net.zero_grad()
+            around = net(x.clone().requires_grad_()).sum()
+            graphed(x)
+            around.backward()
+        assert "captured on" in str(graphed.summary)
+
+
 def test_without_memory_for_two_graphs_the_first_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

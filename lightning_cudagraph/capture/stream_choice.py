@@ -330,7 +330,9 @@ class StreamChoice:
         finally:
             with torch.no_grad():
                 for name, tensor in live.items():
-                    tensor.copy_(copies[name])
+                    # By `data`, so that the version counter stays: code around a `GraphedStep` may have
+                    # saved the tensor for its backward pass.
+                    tensor.data.copy_(copies[name])
             self._backend.set_rng_state(rng_state)
 
     def _replay_ms(self, captured: CapturedStep[Any]) -> float:
