@@ -200,6 +200,7 @@ DRAWS = (
 )
 
 
+@pytest.mark.long
 def test_draws_of_two_generators_have_lines_of_their_own(tmp_path: Path) -> None:
     fault = Fault("\n        ".join(DRAWS), "draws from", "Draw on the device", "host_random")
     path = tmp_path / "train.py"

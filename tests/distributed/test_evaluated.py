@@ -8,8 +8,8 @@ import pytest
 
 from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
 
-CASES = ("other_numbers_of_batches", "shared_logs", "a_collective_in_the_step")
-LONG = ("no_buffers", "without_a_fit")
+CASES = ("other_numbers_of_batches", "shared_logs")
+LONG = ("no_buffers", "without_a_fit", "a_collective_in_the_step")
 
 
 @pytest.mark.parametrize(
