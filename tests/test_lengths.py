@@ -57,7 +57,7 @@ MARKS = "[pytest]\nmarkers =\n    long: x\n    spread: x\n"
 HOOKS = "from tests.conftest import pytest_addoption, pytest_collection_modifyitems"
 
 
-@pytest.mark.parametrize(("arguments", "taken"), [((), 4), (("--long",), 10)], ids=str)
+@pytest.mark.parametrize(("arguments", "taken"), [((), 3), (("--long",), 10)], ids=str)
 def test_what_the_runs_take(pytester: pytest.Pytester, arguments: tuple[str, ...], taken: int) -> None:
     pytester.makeconftest(HOOKS)
     pytester.makeini(MARKS)
@@ -69,7 +69,7 @@ def test_what_the_runs_take(pytester: pytest.Pytester, arguments: tuple[str, ...
 def test_on_a_gpu_none_is_left_out(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> None:
     pytester.makeini(MARKS)
     items = pytester.getitems(CASES)
-    assert len(lengths.long_ones(items)) == 6
+    assert len(lengths.long_ones(items)) == 7
     monkeypatch.setattr(lengths, "GPU", pytester.path)
     assert not lengths.long_ones(items)
 
