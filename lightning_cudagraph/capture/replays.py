@@ -18,8 +18,6 @@ from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
 from lightning_cudagraph.tensors.external_references import GradientCopies
 
-__all__ = ["Replays"]
-
 T = TypeVar("T")
 
 _NOTHING = nullcontext()

@@ -30,8 +30,6 @@ import torch.distributed as dist
 from lightning_cudagraph.errors import PeerError
 from lightning_cudagraph.processes.shared_page import SharedPage
 
-__all__ = ["GIVE_THE_SAME", "LOOK_EVERY", "Failures"]
-
 GIVE_THE_SAME = "give all of them the same numbers of batches, steps and epochs."
 # Keys of the store: the first error; a process has ended without one; the process of a rank has read
 # either, or has ended itself.

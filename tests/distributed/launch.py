@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,7 +131,7 @@ def launch(
 
 
 def told(ended: list[Ended]) -> str:
-    """What the processes said at their end."""
+    """The exit status and the output of each process."""
     return "\n\n".join(
         f"rank {rank} ended with {process.status}, and said: {process.said[-6000:]}"
         for rank, process in enumerate(ended)
@@ -152,3 +153,11 @@ def assert_all_ok(ended: list[Ended], cases: Sequence[str]) -> None:
     """Fail unless every case passed in every process."""
     if found := failures(ended, cases):
         pytest.fail(found, pytrace=False)
+
+
+def assert_cases_of(
+    module: str, folder: Path, cases: Sequence[str], accelerator: str, timeout_s: float, **kwargs: Any
+) -> None:
+    """Launch cases of a module beside `cases.py`, and fail unless all pass; `kwargs` as for `launch`."""
+    named = [f"{module}.{case}" for case in cases]
+    assert_all_ok(launch(folder, named, accelerator, timeout_s, **kwargs), named)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
+from tests.distributed.launch import AT_ONCE_S, assert_cases_of
 
 CASES = ("other_numbers_of_batches", "shared_logs")
 LONG = ("no_buffers", "without_a_fit", "a_collective_in_the_step")
@@ -19,6 +19,5 @@ LONG = ("no_buffers", "without_a_fit", "a_collective_in_the_step")
 def test_processes_evaluate_as_without_the_callback(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
-    named = [f"evaluation_cases.{case}" for case in cases]
-    ended = launch(tmp_path, named, accelerator, timeout_s=400, limit_s=AT_ONCE_S, to_its_end=False)
-    assert_all_ok(ended, named)
+    kwargs = {"limit_s": AT_ONCE_S, "to_its_end": False}
+    assert_cases_of("evaluation_cases", tmp_path, cases, accelerator, timeout_s=400, **kwargs)

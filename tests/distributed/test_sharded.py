@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import assert_all_ok, launch
+from tests.distributed.launch import assert_cases_of
 
 
 def _assert_all_ok(tmp_path: Path, accelerator: str, *cases: str) -> None:
-    named = [f"sharded_cases.{case}" for case in cases]
-    assert_all_ok(launch(tmp_path, named, accelerator, timeout_s=400, to_its_end=False), named)
+    assert_cases_of("sharded_cases", tmp_path, cases, accelerator, timeout_s=400, to_its_end=False)
 
 
 CAPTURED = (

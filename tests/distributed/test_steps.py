@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_cudagraph.graphed_step.processes import StepProcesses
 from lightning_cudagraph.processes.at_exit import uncaught_error
-from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
+from tests.distributed.launch import AT_ONCE_S, assert_cases_of, launch
 
 SAME = (
     "plain_loop",
@@ -60,17 +60,14 @@ OVER_SOCKETS = (
 def test_processes_train_as_without_graphs(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
-    named = [f"step_cases.{case}" for case in cases]
-    assert_all_ok(launch(tmp_path, named, accelerator, timeout_s=240, to_its_end=False), named)
+    assert_cases_of("step_cases", tmp_path, cases, accelerator, timeout_s=240, to_its_end=False)
 
 
 @pytest.mark.parametrize("cases", [AGREED, OVER_SOCKETS], ids=["on a page", "over sockets"])
 def test_processes_decide_together_at_once(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
-    named = [f"step_cases.{case}" for case in cases]
-    ended = launch(tmp_path, named, accelerator, timeout_s=240, limit_s=AT_ONCE_S)
-    assert_all_ok(ended, named)
+    assert_cases_of("step_cases", tmp_path, cases, accelerator, timeout_s=240, limit_s=AT_ONCE_S)
 
 
 @pytest.mark.parametrize(

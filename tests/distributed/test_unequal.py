@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
+from tests.distributed.launch import AT_ONCE_S, assert_cases_of
 
 IN_ONE = (
     "a_turn_before_the_backward_pass_of_one",
@@ -38,6 +38,5 @@ ALONE = ("a_group_that_the_strategy_does_not_know",)
 def test_processes_train_as_without_the_callback(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
-    named = [f"unequal_cases.{case}" for case in cases]
-    ended = launch(tmp_path, named, accelerator, timeout_s=400, limit_s=AT_ONCE_S, to_its_end=False)
-    assert_all_ok(ended, named)
+    kwargs = {"limit_s": AT_ONCE_S, "to_its_end": False}
+    assert_cases_of("unequal_cases", tmp_path, cases, accelerator, timeout_s=400, **kwargs)

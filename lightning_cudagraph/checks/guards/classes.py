@@ -15,8 +15,6 @@ from torch.optim import lr_scheduler
 from lightning_cudagraph.checks.audit.host_objects import dict_behind
 from lightning_cudagraph.checks.audit.versions import Versions
 
-__all__ = ["Classes"]
-
 # Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE: only mutable heap types can be given other methods.
 _IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8
 

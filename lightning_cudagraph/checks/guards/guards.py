@@ -30,8 +30,6 @@ from lightning_cudagraph.checks.guards.structure import Structure, described
 from lightning_cudagraph.checks.guards.switches import global_switches
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 
-__all__ = ["GuardedValues", "Guards", "OutsideModel", "Unguarded"]
-
 _State = dict[str, Any]
 
 # After so many changes that checks found to have no effect, a part is not compared any more.

@@ -10,8 +10,6 @@ from typing import Any
 
 from lightning_cudagraph.checks.audit.versions import Versions
 
-__all__ = ["Members"]
-
 _VIEW: Any = type({}.values())
 
 

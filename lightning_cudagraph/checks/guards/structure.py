@@ -25,8 +25,6 @@ from lightning_cudagraph.checks.guards.members import Members
 from lightning_cudagraph.tensors.layouts import Layouts
 from lightning_cudagraph.tensors.local import local
 
-__all__ = ["Identity", "Structure", "described"]
-
 # A C function that `map` calls without a Python frame for each object.
 _training = operator.itemgetter("training")
 

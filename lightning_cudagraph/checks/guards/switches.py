@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["global_switches"]
-
 _VALUES = (
     # The `fp32_precision` of each backend, and never `allow_tf32` or
     # `torch.get_float32_matmul_precision()`: those raise once code has set the newer names, while these

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lightning_cudagraph.errors import Location, see
 
-__all__ = ["PACKED", "FiniteChecks", "of_host_read", "of_library", "of_nan_check"]
-
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 Words = tuple[str, str]  # the description for the user, and the remedy

@@ -50,8 +50,6 @@ from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times.host_times import LOADER, LOGGERS, SCHEDULERS
 from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
-__all__ = ["FastPath"]
-
 
 @dataclass
 class _Fetched:
