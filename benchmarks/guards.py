@@ -37,7 +37,7 @@ from lightning_cudagraph import (
     Verification,
 )
 
-MODELS = ("GPT", "ResNet-18", "DLRM 128", "MLP")
+MODELS = ("GPT", "ResNet-18", "DLRM 4096", "DLRM 128", "MLP")
 WARM_STEPS = 10
 WIDTH = 16
 
