@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,18 @@ class Clock(Net):
         started_s = time.perf_counter()  # BAD
         loss = super().training_step(batch, batch_idx)["loss"]
         return loss * (1 if started_s else 0)
+
+
+class AsksForAFile(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss * (2 if Path("slow").exists() else 1)  # BAD
+
+
+class AsksTheNetwork(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        name = socket.gethostname()  # BAD
+        return super().training_step(batch, batch_idx)["loss"] * len(name)
 
 
 class Attribute(Net):
@@ -132,6 +145,8 @@ BAD: dict[type[Net], str] = {
     BatchIdx: "`batch_idx`",
     GlobalStep: "`self.global_step`",
     Clock: "`time.perf_counter()`",
+    AsksForAFile: "`os.stat`",
+    AsksTheNetwork: "`socket.gethostname`",
     Attribute: "`calls` of the `Attribute`",
     GrowingList: "`seen` of the `GrowingList`",
     Rebound: "`mean_loss` of the `Rebound`",

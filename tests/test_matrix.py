@@ -23,7 +23,7 @@ from tests.matrix.controls import CONTROLS
 from tests.matrix.effects import EFFECTS
 from tests.matrix.graphs import GRAPHS
 from tests.matrix.judge import REFUSED, VAGUE, WRONG, Case, judge
-from tests.matrix.moments import moments_of
+from tests.matrix.moments import DUE_BY_EPOCH, MOMENTS, moments_of
 from tests.matrix.places import HIGH, LOW, PLACES
 from tests.matrix.runs import Setting
 
@@ -35,8 +35,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You have overridden `on_before_batch_transfer`"),
 ]
 
-# Outside of Python's memory: seen by checks after pauses, and between them by nothing (docs/steps.md).
-_OUTSIDE = ("a file that exists", "os.path.exists")
+
+def _is_in_the_docs(case: Case, accelerator: str) -> bool:
+    """True for what docs/steps.md lists as not found."""
+    if case.name == "bytearray of 1 MB":  # compared in pauses
+        return MOMENTS[case.moment].due is not DUE_BY_EPOCH
+    # Without graphs, autograd runs gradient hooks in a thread with other thread locals.
+    of_thread = ("counter: threading.local", "counter: ContextVar")
+    return accelerator == "cuda" and case.where == "gradient hook" and case.name in of_thread
 
 
 def _needs(case: Case) -> None:
@@ -48,8 +54,6 @@ def _needs(case: Case) -> None:
 @pytest.mark.parametrize("case", few(), ids=str)
 def test_never_wrong(case: Case, accelerator: str) -> None:
     _needs(case)
-    if str(case).startswith(_OUTSIDE):
-        pytest.skip("lies outside of Python's memory")
     verdict = judge(case, accelerator)
     assert verdict.is_right, verdict
 
@@ -62,7 +66,7 @@ def test_the_whole_matrix(name: str, mode: str, accelerator: str) -> None:
     for case in whole(name, (mode,)):  # type: ignore[arg-type]
         _needs(case)
         verdict = judge(case, accelerator)
-        if not verdict.is_right:
+        if not verdict.is_right and not _is_in_the_docs(case, accelerator):
             wrong.append(f"{case}: {verdict}")
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong)
 

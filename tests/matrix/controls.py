@@ -6,6 +6,7 @@ and name the case.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,12 +19,29 @@ from torch import nn
 from lightning_cudagraph.checks.audit.frozen import StepAudit
 from lightning_cudagraph.checks.audit.host_calls import HostRules
 from tests.matrix.judge import Case
+from tests.matrix.places import LOW, Place
 from tests.matrix.runs import UNCHECKED
 
 
 @contextmanager
 def _no_audit(*args: Any, **kwargs: Any) -> Iterator[StepAudit]:
     yield StepAudit(nn.Module(), torch.device("cpu"), HostRules())
+
+
+class _ReplacedFunction(Place):
+    """A function of another package, which no guard compares."""
+
+    def make(self) -> None:
+        self.before = statistics.fmean
+
+    def read(self) -> float:
+        return statistics.fmean([LOW])
+
+    def write(self, number: float) -> None:
+        statistics.fmean = lambda values: number  # type: ignore[assignment, misc]
+
+    def close(self) -> None:
+        statistics.fmean = self.before  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -76,7 +94,7 @@ CONTROLS: dict[str, Control] = {
     "effects": Control(_NO_EFFECTS, Case("counter: ctypes", setting=UNCHECKED)),
     "checks after pauses": Control(
         {f"{_PACKAGE}.checks.verify.verify.Verifier.pause": lambda verifier: None},
-        Case("a file that exists", "epoch start of the module", changes=1),
+        Case("replaced function", "epoch start of the module", changes=1, make=_ReplacedFunction),
     ),
     "whole guards of tensors": Control(
         {f"{_PACKAGE}.tensors.layouts.Layouts.changed": lambda layouts, tensors: False},

@@ -22,7 +22,7 @@ from tests.matrix.places import HIGH, LOW, Place
 Mode = Literal["train", "evaluate", "step"]
 EPOCH = 6  # batches in each of three
 _DUE = ((8, HIGH), (14, LOW))  # the second one after a re-capture
-_DUE_BY_EPOCH = ((EPOCH, HIGH), (2 * EPOCH, LOW))
+DUE_BY_EPOCH = ((EPOCH, HIGH), (2 * EPOCH, LOW))
 O = torch.optim  # noqa: E741
 
 
@@ -127,7 +127,7 @@ class BetweenCalls(Moment, name="between two calls"):
 
 
 class EpochStart(Moment, name="epoch start of the module"):
-    due = _DUE_BY_EPOCH
+    due = DUE_BY_EPOCH
 
     def make(self) -> None:
         stage = "train" if self.mode == "train" else "validation"

@@ -64,14 +64,16 @@ _CLOCKS: dict[Any, str] = {
     datetime.utcnow: "datetime.utcnow()",
     date.today: "date.today()",
 }
-_READS_IN_C: dict[Any, str] = {os.urandom: "os.urandom()", input: "input()"}
-_EFFECTS_IN_C: dict[Any, str] = {
-    print: "print",
-    open: "open",
-    warnings.warn: "warnings.warn",
-    os.system: "os.system",
-    os.write: "os.write",
+_READS_IN_C: dict[Any, str] = {input: "input()"}
+_EFFECTS_IN_C: dict[Any, str] = {print: "print", open: "open", warnings.warn: "warnings.warn"}
+# Python's modules in C that call the operating system, by their public names.
+_SYSTEM = {
+    **{"posix": "os", "nt": "os", "socket": "socket", "_socket": "socket", "_sqlite3": "sqlite3"},
+    **{name: name for name in ("select", "fcntl", "resource", "sqlite3")},
 }
+# Functions of these modules with one result for the same arguments in one process.
+_FIXED = frozenset({"fspath", "getpid", "cpu_count", "strerror"})
+_IMPORTS = "importlib."
 _READS_OF_FILES = frozenset({"read", "readline", "readlines", "readinto"})
 _WRITES_TO_FILES = frozenset({"write", "writelines"})
 _READS: dict[CodeType, str] = {torch.load.__code__: "torch.load"}
@@ -361,6 +363,8 @@ class HostCalls:
         elif function in _READS_IN_C:
             if (asker := self._asker(frame)) is not None:
                 self._refuse_read(_READS_IN_C[function], asker)
+        elif getattr(function, "__module__", None) in _SYSTEM:
+            self._system_call(f"{_SYSTEM[function.__module__]}.{name}", frame)
         elif function in self._rules.other_in_captures:
             if (asker := self._asker(frame)) is not None:
                 self._refuse_other(*self._rules.other_in_captures[function], asker)
@@ -378,6 +382,25 @@ class HostCalls:
                     self._refuse_effect(label, asker, frame)
                 else:
                     self._refuse_read(label, asker)
+
+    def _system_call(self, name: str, frame: FrameType) -> None:
+        """Refuse a call of the operating system, but for those with a fixed result and of imports."""
+        function = name.partition(".")[2]
+        if function in _FIXED or function.startswith("_"):  # `_path_normpath` only computes
+            return
+        asker = self._asker(frame)
+        if asker is None or self._allows(name) or _imports(frame, asker):
+            return
+        refuse(
+            CaptureError(
+                f"A CUDA graph cannot hold a call of `{name}`: a replay would not repeat it, and its"
+                " result would stay what it is in this step.",
+                "Call it in a hook that runs on the host at every step, such as `on_train_batch_start`,"
+                " and hand its result to the step in a registered buffer, written with `copy_` or"
+                " `fill_`." + allowance(name),
+                location=user_frame(asker),
+            )
+        )
 
     def _touch(self, receiver: Any, frame: FrameType) -> None:
         if (where := user_frame(self._asker(frame))) is not None:
@@ -479,6 +502,15 @@ class HostCalls:
 
 def _numpys_state() -> Any:
     return generator_state(NUMPYS_OWN)[0]()  # type: ignore[index]
+
+
+def _imports(frame: FrameType | None, asker: FrameType) -> bool:
+    """True for a call by Python's own code that finds and loads modules."""
+    while frame is not None and frame is not asker:
+        if str(frame.f_globals.get("__name__", "")).startswith(_IMPORTS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _name_of_file(file: Any, method: str) -> str:
