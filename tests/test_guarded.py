@@ -478,6 +478,26 @@ def test_harmless_names_are_not_compared(tmp_path: Path, accelerator: str) -> No
     assert not graph.counts.recaptures
 
 
+class ReadsTable(Net):
+    def __init__(self, length: int = 0) -> None:
+        super().__init__(momentum)
+        self.table = np.ones(length)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.table[-1])
+
+
+@pytest.mark.parametrize("length", [8_000, 10_000])
+def test_the_report_names_what_is_compared_in_pauses_only(
+    tmp_path: Path, accelerator: str, length: int
+) -> None:
+    callback = CUDAGraphCallback()
+    train(make(partial(ReadsTable, length)), tmp_path, callback, accelerator=accelerator)
+    is_named = "compared in pauses only" in str(callback.summary)
+    assert is_named == (length * 8 > 1 << 16)
+    assert not is_named or "`table` of the `ReadsTable`" in str(callback.summary)
+
+
 # In code of each part of the package that runs in a capture.
 OURS = ("label", "place", "cost", "waits", "moved", "results", "namespace", "known", "number")
 

@@ -243,7 +243,8 @@ class StepEngine(Generic[T]):
         """Notes on the captures, for the report."""
         several = self._admission.notes
         values = [note] if (note := self._graphs.reads.note) else []
-        return [*several, *values, *self._streams.notes, *self._compiled.notes, *self._without_graphs]
+        others = [*self._guards.notes, *self._streams.notes, *self._compiled.notes]
+        return [*several, *values, *others, *self._without_graphs]
 
     @property
     def remedy(self) -> str:

@@ -196,6 +196,7 @@ class Walk:
         self._unread: deque[Root] = deque()
         self.hidden: dict[str, nn.Module] = {}
         self._paths: Counter[str] = Counter()
+        self._is_cut = False
         self.add(*self._roots)
 
     def add(self, *roots: Root) -> None:
@@ -206,6 +207,7 @@ class Walk:
             if id(root.value) not in self._seen and (root.is_entered or self._enters(root)):
                 self._seen[id(root.value)] = root.value
                 self._enter(root)
+        self._is_cut |= bool(self._queue)
         self._queue.clear()
         self._unread.clear()
 
@@ -220,6 +222,12 @@ class Walk:
     def reached(self) -> list[Any]:
         """The objects that were entered."""
         return [*self._seen.values()]
+
+    @property
+    def between_pauses(self) -> list[str]:
+        """What the step can have read and `quick_changes` leaves out, in words."""
+        large = [f"`{node.path}` of {node.of}" for node in self._nodes if node.is_large and node.is_read]
+        return [*large, *([f"what lies beyond {_MAX_OBJECTS:,} objects"] if self._is_cut else [])]
 
     def watches(self, holder: Any) -> bool:
         """True if this very object is compared."""

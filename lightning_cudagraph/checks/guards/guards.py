@@ -34,6 +34,7 @@ _State = dict[str, Any]
 
 # After so many changes that checks found to have no effect, a part is not compared any more.
 _CHECKS_TO_CLEAR = 3
+_MAX_NAMED = 3  # in a note
 
 
 @dataclass(frozen=True)
@@ -266,6 +267,18 @@ class Guards:
         for cell, name, function in mentioned.cells():
             if name not in self._unguarded.names:
                 yield Root(cell, name, f"the closure of `{function}`")
+
+    @property
+    def notes(self) -> list[str]:
+        """Parts that are not compared before each replay, for the report."""
+        parts = self._walk.between_pauses if self._walk is not None else []
+        more = f" and {len(parts) - _MAX_NAMED} more" if len(parts) > _MAX_NAMED else ""
+        named = ", ".join(parts[:_MAX_NAMED])
+        return (
+            [f"large, so compared in pauses only (the start of an epoch, validation): {named}{more}"]
+            if parts
+            else []
+        )
 
     def drop(self) -> None:
         """Forget the record, when the graph is released."""
