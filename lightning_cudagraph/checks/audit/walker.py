@@ -225,7 +225,7 @@ class Walk:
 
     @property
     def between_pauses(self) -> list[str]:
-        """What the step can have read and `quick_changes` leaves out, in words."""
+        """Parts that the step can have read and `quick_changes` leaves out, in words."""
         large = [f"`{node.path}` of {node.of}" for node in self._nodes if node.is_large and node.is_read]
         return [*large, *([f"what lies beyond {_MAX_OBJECTS:,} objects"] if self._is_cut else [])]
 
