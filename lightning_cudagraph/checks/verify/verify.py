@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,26 +32,20 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.checks.verify.compare import (
-    distance,
     names_that_differ,
-    rounding,
-    size,
     verification_error,
 )
 from lightning_cudagraph.checks.verify.memory import host_free_bytes
+from lightning_cudagraph.checks.verify.noise import Replays, unsteady_note
 from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import compilations
 from lightning_cudagraph.errors import CUDAGraphError, StaleGraphError, VerificationError
 from lightning_cudagraph.processes.agreement import Agreement
-from lightning_cudagraph.tensors.batch import OF_THE_HOST
 
 _Values = dict[str, Tensor]
 Trace = Callable[[], tuple[TapeDifference | None, _Values]]
 
-# Kernels with atomics differ from run to run. A replay then passes if its distance from an eager step is
-# at most this many times the distance between two replays.
-_SPREAD = 10.0
 # Atomics that seldom collide give the same sums in most replays, so it takes many replays to see that
 # they moved an eager step in the last places. In a compiled DLRM (26 tables of 1000 rows, batch 128,
 # H200) two replays were equal, and an eager step was not.
@@ -60,9 +54,6 @@ _REPLAYS_TO_COMPARE = 16
 # fifty times as far as most (a ResNet-18 at 32 x 32 pixels, H100: a sum near 0 decides what ReLU lets
 # through). All are done: code that takes turns shows in one of them.
 _EAGER_STEPS_TO_COMPARE = 8
-# No eager step may be further from the replays than this many times the distance between two replays,
-# and than this part of the size of a tensor.
-_FAR, _FAR_AT_MOST = 1000.0, 1e-2
 # Copies of the state: before the step, after the eager step, and, if that differs, after a first replay.
 _COPIES = 3
 # Pauses after which a replay is always checked; after later ones, within the budget.
@@ -259,10 +250,10 @@ class Verifier:
             differing = names_that_differ(found, expected.values) if same_names else []
             same_random_state = torch.equal(expected.rng_state, self.backend.rng_state())
             failure: VerificationError | None = None
-            doubted: _Replays | None = None  # not excused by the first eager step
+            doubted: Replays | None = None  # not excused by the first eager step
             if self._somewhere(bool(differing) and same_random_state):
                 is_lenient = self._is_lenient(history)
-                seen = _Replays(before.values, expected.values, {*outputs}, _copied(found, copy))
+                seen = Replays(before.values, expected.values, {*outputs}, _copied(found, copy))
                 for _ in range(1, _REPLAYS_TO_COMPARE):
                     self._put(live, before)
                     result, outputs = replay()  # the state after the last replay stays
@@ -289,7 +280,7 @@ class Verifier:
                 difference, is_unsteady = self._eagerly_again(trace, live, before, doubted)
                 if is_unsteady:
                     failure = None
-                    self._note(_unsteady("eager steps", differing[0]))
+                    self._note(unsteady_note("eager steps", differing[0]))
                 if not self._somewhere(failure is not None):
                     result, outputs = replay()
             if failure is not None or (difference is not None and difference.where is not None):
@@ -305,7 +296,7 @@ class Verifier:
         return result
 
     def _eagerly_again(
-        self, trace: Trace, live: _Values, before: _Outcome, doubted: _Replays | None
+        self, trace: Trace, live: _Values, before: _Outcome, doubted: Replays | None
     ) -> tuple[TapeDifference | None, bool]:
         """Do the step eagerly on the op tape, several times if the numbers of replays are in doubt.
 
@@ -331,7 +322,7 @@ class Verifier:
         return difference, is_found and are_near
 
     def _traced(
-        self, trace: Trace, live: _Values, before: _Outcome, replays: _Replays | None = None
+        self, trace: Trace, live: _Values, before: _Outcome, replays: Replays | None = None
     ) -> tuple[TapeDifference | None, bool, bool]:
         """Run the step on the op tape from the state before it, and restore that state.
 
@@ -429,113 +420,18 @@ class Verifier:
             self.notes.append(text)
 
 
-@dataclass
-class _Replays:
-    """Replays of a step from one state, compared with an eager step from it.
-
-    Attributes:
-        before: the state before the step.
-        expected: values after the eager step.
-        outputs: names of the values that the step returned and logged.
-        first: values after the first replay.
-        spread: the largest distance between replays, of each value that differed between any.
-    """
-
-    before: _Values
-    expected: _Values
-    outputs: set[str]
-    first: _Values
-    spread: dict[str, float] = field(default_factory=dict)
-
-    def add(self, found: _Values) -> None:
-        """Add the values after one more replay."""
-        for name in names_that_differ(found, self.first):
-            apart = distance(self.first[name], found[name])
-            self.spread[name] = max(self.spread.get(name, 0.0), apart)
-
-    def are_unsteady(self, differing: list[str]) -> bool:
-        """True if replays differ from each other in all outputs in which the eager step does.
-
-        Gradients and weights that follow from these may still be equal in all replays, if other atomics
-        collided there than in the eager step.
-        """
-        return bool(self.spread) and all(
-            name in self.spread
-            for name in differing
-            if name in self.outputs and not self._is_decided(name)
-        )
-
-    def _is_decided(self, name: str) -> bool:
-        """True for a discrete output (class, mask, count), which a change in a last place can flip."""
-        value = self.expected[name]
-        is_exact = not (value.is_floating_point() or value.is_complex())
-        return is_exact and name in self.outputs and not name.endswith(OF_THE_HOST)
-
-    def may_be_unsteady(self, differing: list[str], found: _Values) -> bool:
-        """True if more replays could still show that the step is unsteady."""
-        # If they are further off than they are from each other, it may be a race of the graph: only
-        # further eager steps can tell.
-        return bool(differing) and not self.are_unsteady(differing) and self.allow(differing, found)
-
-    def agree_with(self, eager: _Values) -> bool:
-        """True if these are the numbers of another eager step from the same state."""
-        if not self.spread or eager.keys() != self.first.keys():
-            return False
-        differing = names_that_differ(eager, self.first)
-        others = replace(self, expected=eager)
-        return others.are_unsteady(differing) and others.allow(differing, self.first)
-
-    def are_near(self, eager: _Values) -> bool:
-        """True if atomics could explain how far an eager step is from the replays."""
-        if not self.spread or eager.keys() != self.first.keys():
-            return False
-        noise = max(apart / (size(self.first[name]) or 1.0) for name, apart in self.spread.items())
-        far = min(_FAR * noise, _FAR_AT_MOST)
-        return all(
-            distance(eager[name], self.first[name]) <= far * size(self.first[name])
-            for name in names_that_differ(eager, self.first)
-            if self.first[name].is_floating_point() or self.first[name].is_complex()
-        )
-
-    def allow(self, differing: list[str], found: _Values) -> bool:
-        """True if all differences are in the last places, or like those between replays."""
-        # A discrete output may differ together with numbers that decide it, and not alone.
-        measured = [name for name in differing if not self._is_decided(name)]
-        if differing and not measured:
-            return False
-        for name in differing:
-            one, other = self.expected[name], found[name]
-            if one.shape != other.shape or one.dtype != other.dtype:
-                return False
-            if name not in measured:
-                continue
-            allowed = rounding(one, self.before.get(name))
-            if name in self.spread:
-                allowed = max(allowed, _SPREAD * self.spread[name])
-            if not distance(one, other) <= allowed:  # also if the distance is NaN
-                return False
-        return True
-
-
 def _excuse(
-    history: _History, is_lenient: bool, differing: list[str], seen: _Replays, found: _Values
+    history: _History, is_lenient: bool, differing: list[str], seen: Replays, found: _Values
 ) -> str | None:
     """The reason why the last replay may differ, for the report; None if it may not."""
     if not (is_lenient or seen.are_unsteady(differing)) or not seen.allow(differing, found):
         return None
     if seen.spread:
-        return _unsteady("replays", next(iter(seen.spread)))
+        return unsteady_note("replays", next(iter(seen.spread)))
     history.rounds_differently = True
     return (
         f"replays differ from eager steps in the last places, first in {differing[0]}: another"
         " kernel or algorithm was chosen"
-    )
-
-
-def _unsteady(steps: str, name: str) -> str:
-    return (
-        f"two {steps} from one state differ (first in {name}), so that they could not be verified bit"
-        " for bit"
     )
 
 
