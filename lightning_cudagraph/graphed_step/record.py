@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
 from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.graphed_step.gradients import GradientHabits, NoGradients
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
@@ -97,6 +98,9 @@ class StepRecorder:
 
     Args:
         are_agreed: True if the processes of a run vote, or there is one.
+
+    Attributes:
+        carried: the rebound attributes that graphs carry; none, so a function that rebinds one is refused.
     """
 
     def __init__(
@@ -117,6 +121,8 @@ class StepRecorder:
         self._device = device
         self._are_agreed = are_agreed
         self._handed = _handed(of.function)
+        nothing = nn.Module()
+        self.carried = ReboundAttributes(nothing, device, frozenset(), of.surroundings.stays_on_host)
         self._names = _argument_names(of.function)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -211,6 +217,7 @@ class StepRecorder:
             if is_in_group():
                 alone = "" if self._are_agreed else _ALONE
                 stack.enter_context(CollectiveRules(alone, _PASS_IT))
+            stack.enter_context(self.carried.inside(lambda: ""))
             returned = arguments.call(self._function, batch)
         left = self._replicas.left()
         host_notes.append(lambda: self._replicas.leave(left))

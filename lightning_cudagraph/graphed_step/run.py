@@ -30,7 +30,6 @@ from lightning_cudagraph.checks.guards.guards import (
     OutsideModel,
     Unguarded,
 )
-from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.compat.tables import notes_of_captures
@@ -149,19 +148,16 @@ class StepRun:
         self._harmless = settings.harmless | (OWN_ATTRIBUTES if of.replicas else frozenset())
         self._recorder = self._recorder_of(of)
         self._owns_gradients = of.replicas.own_gradients(self._recorder.parameters().values())
-        # Without modules: a function that rebinds attributes is refused.
-        no_attributes = ReboundAttributes(
-            nn.Module(), backend.device, frozenset(), of.surroundings.stays_on_host
-        )
         self._context = RunContext(
             backend,
             settings,
-            no_attributes,
+            self._recorder.carried,
             announce,
             wording,
             processes,
             settings.max_graphs,
             self._optimizers.learning_rates,
+            spares_later=reads is not None,
         )
         self.counts = self._context.counts
 

@@ -53,6 +53,10 @@ class Signatures:
         for signature in signatures:
             self._captured.pop(signature, None)
 
+    def has_others(self, signature: Signature) -> bool:
+        """True if a signature other than this one has a graph."""
+        return any(other != signature for other in self._captured)
+
     @property
     def is_full(self) -> bool:
         """True if there is no room for one more signature."""

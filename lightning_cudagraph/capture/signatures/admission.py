@@ -120,7 +120,7 @@ class Admission(Generic[T]):
     def is_later(self, signature: Signature) -> bool:
         """True if other signatures have graphs, so that this one alone can be left without."""
         others = len(self._graphs) - (signature in self._graphs)
-        return others > 0
+        return others > 0 or (self._run.spares_later and self._run.signatures.has_others(signature))
 
     def begin_warm_up(self, signature: Signature) -> None:
         """Begin the warm-up of a signature."""

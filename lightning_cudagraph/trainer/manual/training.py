@@ -22,6 +22,7 @@ from torch.amp import GradScaler
 from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import in_place, patch_method
 from lightning_cudagraph.compat.tables import notes_of_captures
@@ -50,6 +51,7 @@ from lightning_cudagraph.trainer.manual.schedulers import (
 )
 from lightning_cudagraph.trainer.manual.surroundings import ManualOptimization
 from lightning_cudagraph.trainer.metrics.calls import Later
+from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.profilers import unprofiled
 from lightning_cudagraph.trainer.training.captured_step.step_numbers import STEP_GETTERS, StepNumbers
@@ -351,6 +353,8 @@ class _ManualRun(StepRun):
             are_agreed=True,
         )
         recorder.logs, recorder.trainer = self._logs, self._trainer
+        unwatched = of.surroundings.unwatched | self._harmless
+        recorder.carried = ReboundAttributes(of.model, self.backend.device, unwatched, is_metric)
         assert self._reads is not None
         recorder.numbers, recorder.reads = self._numbers, self._reads
         return recorder
