@@ -261,9 +261,21 @@ class StepEngine(Generic[T]):
         """Invalidate the graphs because of `reason`; later steps are warmed up and captured again."""
         self._standing.drop(reason)
 
-    def unsupported(self, error: UnsupportedError) -> None:
-        """React to a step that cannot be captured: narrow the scope, raise, or give up."""
-        self._standing.unsupported(error)
+    def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> None:
+        """React to a step that cannot be captured: narrow the scope, raise, or give up.
+
+        Args:
+            signature: that of the step. If steps have several paths, or others have graphs, its own steps
+                are eager, and nothing else happens.
+        """
+        is_one_of_several = signature is not None and (
+            self._graphs.reads.is_any or self._admission.is_later(signature)
+        )
+        if is_one_of_several:
+            assert signature is not None
+            self._admission.refuse(signature, error.reason)
+        else:
+            self._standing.unsupported(error)
 
     def leave(self) -> None:
         """Prepare for a replay by another engine: move gradients out of the memory pool."""

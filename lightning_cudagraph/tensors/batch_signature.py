@@ -216,7 +216,7 @@ class Signature:
     def difference(self, other: Signature) -> str:
         """Describe the first difference of `other` from this one: the leaf, expected and found."""
         if self._key[0] != other._key[0]:
-            return f"containers changed: expected {len(self._paths)} leaves of the captured structure"
+            return self._other_containers(other)
         for (path, mine), (_, theirs) in zip(self._described(), other._described(), strict=True):
             if mine != theirs:
                 if len(mine) > 2 and mine[:-1] == theirs[:-1]:
@@ -226,12 +226,46 @@ class Signature:
                 return f"`{path}`{where} changed: expected {_in_words(mine)}, found {_in_words(theirs)}"
         return "nothing changed"
 
+    def _other_containers(self, other: Signature) -> str:
+        """Describe the first difference of containers: the number of samples, or a part of one alone."""
+        (mine, theirs) = (dict(zip(each._paths, each._key[1], strict=True)) for each in (self, other))
+        lengths = {*_other_lengths(self._key[0], other._key[0])}
+        for path, leaf in mine.items():
+            sizes = [one[0][:1] for one in (leaf, theirs.get(path, ())) if len(one) > 2]
+            if len(sizes) == 2 and lengths == {(*sizes[0], *sizes[1])}:
+                (expected, found) = lengths.pop()
+                return (
+                    f"{found} samples instead of {expected}, in lists too (`{path}` is a tensor of them);"
+                    " `DataLoader(drop_last=True)` leaves such a batch out"
+                )
+        if missing := next((path for path in mine if path not in theirs), ""):
+            return f"containers changed: `{missing}` is missing"
+        if added := next((path for path in theirs if path not in mine), ""):
+            return f"containers changed: `{added}` is new"
+        return "containers changed: the same parts are in containers of other types"
+
     def _same_as(self, described: tuple[Any, ...], path: str) -> str:
         first = self._paths[described[-1]]
         return "a tensor of its own" if first == path else f"the same tensor as `{first}`"
 
     def __str__(self) -> str:
         return ", ".join(f"{path} {_in_words(leaf)}" for path, leaf in self._described())
+
+
+def _other_lengths(mine: Any, theirs: Any) -> Iterator[tuple[int, int] | None]:
+    """The lengths of lists that differ between two structures, in pairs; None for another difference."""
+    if mine is None or theirs is None:
+        if mine is not theirs:
+            yield None
+        return
+    (kind, keys, parts), (other_kind, other_keys, other_parts) = mine, theirs
+    if kind is not other_kind or (keys != other_keys and not issubclass(kind, (list, tuple))):
+        yield None
+        return
+    if keys != other_keys:
+        yield keys, other_keys
+    for part, other in zip(parts, other_parts, strict=False):
+        yield from _other_lengths(part, other)
 
 
 def _computed(reads: HostReads, path: str, value: Any) -> Iterator[_Counted]:

@@ -175,7 +175,7 @@ class Effects:
             refuse(error, moved.subject)
 
     def _is_effect(self, moved: Moved) -> bool:
-        if moved.is_under(self._harmless):
+        if moved.is_harmless(self._harmless):
             return False
         # Rebound attributes of modules are carried by the graph, or refused by the capture.
         return not (_is_of_tensors(moved.now) and self._is_carried(moved.holder))

@@ -107,7 +107,7 @@ class StepAudit:
         if self._noted.first is not None:  # user code may have caught it
             self._refuse(self._noted.first)
         for change in self.state.changes():
-            if not change.is_under(self._rules.harmless):
+            if not change.is_harmless(self._rules.harmless):
                 where = self.calls.where(change) or nearest_line(change, self.mentioned.users_code)
                 self._refuse(effect_error(change, where), change.subject)
         for name, (tensor, _, address) in self._storages.items():
@@ -241,6 +241,15 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             "Draw on the device (`torch.rand(..., device=x.device)`), or in the dataloader."
             + allowance(change.name)
             + see("host_random"),
+            location=where,
+        )
+    if change.registered:
+        path = f"self.{change.name}"
+        return CaptureError(
+            f"The training step puts another tensor into the {change.registered} {named}; a replay would"
+            " go on with the one that was there at the capture.",
+            f"Write into it, `{path}.copy_(...)`, under `torch.no_grad()`. `harmless` cannot allow it."
+            + see("kept_tensors"),
             location=where,
         )
     return CaptureError(

@@ -124,6 +124,21 @@ def _lines_of_item(key: str, code: CodeType) -> Iterator[tuple[str, int]]:
             yield key, line
 
 
+def line_that_returns_none(function: Any) -> Location | None:
+    """The line of a function on which it returns None, if there is one such line."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    parts = [(None, None, 0), *_instructions(code)]
+    lines = {
+        line
+        for (before, given, _), (op, constant, line) in pairwise(parts)
+        if (op == "RETURN_CONST" and constant is None)
+        or (op == "RETURN_VALUE" and before == "LOAD_CONST" and given is None)
+    }
+    return location_in(code, lines.pop()) if len(lines) == 1 else None
+
+
 def stores(code: CodeType) -> Iterator[tuple[str, int]]:
     """The names that code sets or deletes, without local variables, with lines; `[]` for items."""
     return ((name, line) for name, line, is_set in _named(code) if is_set)

@@ -218,6 +218,11 @@ class Moved(NamedTuple):
         return self.node.draws
 
     @property
+    def registered(self) -> str:
+        """What the part is registered as in its module, "parameter" or "buffer"; else empty."""
+        return _REGISTERED.get(self.node.path.rpartition(".")[2], "")
+
+    @property
     def subject(self) -> tuple[str, str]:
         """The part, as several checks that find it name it."""
         return self.name, self.of
@@ -231,6 +236,10 @@ class Moved(NamedTuple):
     def attribute(self) -> str:
         """The last name in the path, without indices."""
         return re.sub(r"\[.*?\]", "", self.name).rpartition(".")[2]
+
+    def is_harmless(self, names: Collection[str]) -> bool:
+        """True if the user allows the change by one of `names`; nobody can allow one of what trains."""
+        return not self.registered and self.is_under(names)
 
     def is_under(self, names: Collection[str]) -> bool:
         """True if the path is one of `names`, or lies under one."""
@@ -289,6 +298,7 @@ def in_words(was: Any, now: Any) -> str:
 
 # The dictionaries in which modules keep attributes that are parameters, buffers or modules.
 _TABLES = ("_parameters", "_buffers", "_modules")
+_REGISTERED = {"_parameters": "parameter", "_buffers": "buffer"}
 
 
 def _is_table(path: str) -> bool:

@@ -21,8 +21,8 @@ Words = tuple[str, str]  # the description for the user, and the remedy
 PACKED: Words = (
     "`pack_padded_sequence`",
     "Run an RNN of one direction on the padded batch, and take the output at the last step of each"
-    " sequence, `output[torch.arange(len(output)), lengths - 1]`; for two directions, one RNN on each"
-    " sequence backwards." + see("packed_sequences"),
+    " sequence, `output[torch.arange(len(output)), lengths - 1]`; for two directions, in each layer a"
+    " second RNN on each sequence backwards." + see("packed_sequences"),
 )
 _ASK_IF_FINITE = frozenset(
     getattr(owner, name)

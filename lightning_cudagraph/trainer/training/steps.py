@@ -290,7 +290,7 @@ class TrainingSteps:
             # The last one is timed, and has to begin on an idle device, as the others do.
             run.backend.synchronize()
             if closure._result is not None and closure._result.closure_loss is None:
-                self._engine.unsupported(self._recorder.returned_none())
+                self._engine.unsupported(self._recorder.returned_none(), step.signature)
         if accumulation.steps:
             run.times.pace.tick(self.phase)
         return returned[0]

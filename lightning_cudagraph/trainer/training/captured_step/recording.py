@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.checks.audit.frozen import StepAudit, frozen_python_audit
+from lightning_cudagraph.checks.audit.host_lines import line_that_returns_none
 from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.device.sentry.compiled import recompilation
 from lightning_cudagraph.device.sentry.first_refusal import going_on
-from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
+from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError, see
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, value_of
@@ -214,7 +215,10 @@ class Recorder:
         return UnsupportedError(
             f"`{type(self._module).__qualname__}.training_step` returned None to skip the batch; a"
             " graph cannot skip.",
-            "Return a loss for every batch, such as one multiplied with zero.",
+            "Return the loss of every batch, and let a fused Adam or AdamW skip its update where a buffer,"
+            " its `found_inf`, is 1: write it in the step, or in `on_train_batch_start` if the number of"
+            " the batch decides." + see("nan_checks"),
+            location=line_that_returns_none(type(self._module).training_step),
         )
 
     @contextmanager
