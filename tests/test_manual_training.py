@@ -121,6 +121,28 @@ class Adversarial(GAN):
         return super().learn_critic(real.detach() + 0.1 * real.grad.sign())
 
 
+class Keeps(GAN):
+    """Keeps the images, with a graph of autograd behind them, and compares with those before."""
+
+    images: Any = None
+
+    def learn_generator(self, real: Tensor) -> Tensor:
+        before = self.images
+        self.images = self.generator(self.noise(real))
+        loss = -self.critic(self.images).mean()
+        if before is not None and len(before) == len(self.images):
+            loss = loss + (self.images - before.detach()).square().mean()
+        optimizer, _ = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.log("images", self.images.mean())
+
+
 class Accumulates(GAN):
     """Gradients of two halves of a batch, added up by hand; a metric; nothing returned."""
 
@@ -208,7 +230,7 @@ class PolicyLearner(QLearner):
 def both(tmp_path: Path, accelerator: str, build: Any, **kwargs: Any) -> Trace:
     kwargs = {"accelerator": accelerator, "max_epochs": 3, "val_loader": loader(), **kwargs}
     plain, graph = (
-        train(make(build), tmp_path / name, ours, train_loader=loader(), **kwargs)
+        train(make(build), tmp_path / name, ours, **{"train_loader": loader(), **kwargs})
         for name, ours in (("plain", None), ("graph", CUDAGraphCallback()))
     )
     assert_same(plain, graph)
@@ -217,7 +239,7 @@ def both(tmp_path: Path, accelerator: str, build: Any, **kwargs: Any) -> Trace:
 
 @pytest.mark.spread
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("build", [GAN, Critics, Accumulates, QLearner, PolicyLearner])
+@pytest.mark.parametrize("build", [GAN, Critics, Keeps, Accumulates, QLearner, PolicyLearner])
 def test_the_whole_step(tmp_path: Path, accelerator: str, build: Any, precision: Any) -> None:
     run = both(tmp_path, accelerator, build, precision=precision, max_epochs=8)
     assert run.counts.captures == 1
@@ -280,6 +302,15 @@ class Schedules(OneNet):
         return loss
 
 
+class KeepsInTurn(Keeps):
+    """Keeps them on one path and compares on both."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 3 == 2:
+            return self.learn_generator(batch[0])
+        return self.learn_critic(batch[0] + (0 if self.images is None else self.images.mean().detach()))
+
+
 class Deep(GAN):
     """A path in a path, which is read after the other path has a graph."""
 
@@ -309,12 +340,24 @@ class Ramp(GAN):
         return self.learn_generator(batch[0] * (self.global_step / 100))
 
 
-@pytest.mark.parametrize(("build", "captures"), [(InTurn, 2), (Named, 2), (Deep, 4), (ByStep, 4)])
+@pytest.mark.parametrize(
+    ("build", "captures"), [(InTurn, 2), (KeepsInTurn, 2), (Named, 2), (Deep, 4), (ByStep, 4)]
+)
 def test_paths(tmp_path: Path, accelerator: str, build: Any, captures: int) -> None:
     run = both(tmp_path, accelerator, build, max_epochs=8)
     assert run.counts.captures == captures
     assert run.counts.replayed > 4 * BATCHES
     assert run.counts.eager == {}
+
+
+def test_a_kept_tensor_of_another_size(tmp_path: Path, accelerator: str) -> None:
+    def ragged() -> DataLoader[Any]:
+        return DataLoader(loader().dataset, batch_size=12)  # the last one has 4
+
+    run = both(tmp_path, accelerator, Keeps, max_epochs=8, train_loader=ragged())
+    assert run.counts.captures == 1
+    assert run.counts.replayed > 2 * BATCHES
+    assert any("without a graph" in reason and "`images`" in reason for reason in run.counts.eager)
 
 
 def test_the_gradient_of_a_batch(tmp_path: Path, accelerator: str) -> None:

@@ -184,6 +184,27 @@ def test_a_number_logged_before_the_step_is_that_of_the_step(tmp_path: Path) -> 
     assert len(set(rates)) == len(steps)
 
 
+def test_layers_of_two_directions_are_those_of_packed_sequences() -> None:
+    scope: dict[str, Any] = {}
+    for form in (*forms(RECIPES / "index.md"), *forms(RECIPES / "packed_sequences.md")):
+        exec(form.code, scope)
+    module = scope["WorksInTwoDirections"]()
+    module.log = lambda *args: None
+    whole = torch.nn.GRU(4, 8, num_layers=2, bidirectional=True, batch_first=True)
+    for layer in range(2):
+        for one, suffix in ((module.ahead[layer], ""), (module.back[layer], "_reverse")):
+            for name, value in one.named_parameters():
+                getattr(whole, name.replace("_l0", f"_l{layer}{suffix}")).data.copy_(value)
+    x, y = torch.randn(6, 16), torch.tensor([3, 0, 1, 2, 3, 0])
+    packed = torch.nn.utils.rnn.pack_padded_sequence(
+        x.reshape(-1, 4, 4), y + 1, batch_first=True, enforce_sorted=False
+    )
+    _, hidden = whole(packed)
+    expected = module.layer(torch.cat([hidden[-2], hidden[-1]], 1))
+    loss = module.training_step((x, y), 0)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(expected, y))
+
+
 def _column(trace: Trace, name: str) -> list[float]:
     """Values logged under a name, in order."""
     rows = [*csv.DictReader(trace.csv.splitlines())]

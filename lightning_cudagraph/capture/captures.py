@@ -168,18 +168,19 @@ class Captures(Generic[T]):
             return None, "", False
         if (failure := tried.failure) is not None:
             tried.failure = None
+            reason = failure.reason
             try:
                 if self._admission.is_later(signature):
                     self._admission.refuse(signature, failure.reason)
                 else:
-                    self._standing.unsupported(failure)  # rephrases it for the front end
+                    reason = self._standing.unsupported(failure)  # in the words of the front end
             except UnsupportedError:
                 if self._examine(step, failure):
                     raise
             # Training goes on. A suspended generator in the frames of the error would keep its context
             # managers entered: in torch 2.10, the saved-tensor hooks of a checkpoint.
             clear_frames(failure)
-            reason, failure = failure.reason, None  # this frame is one of the error's frames
+            failure = None  # this frame is one of the error's frames
             return None, reason, False
         if tried.sent_back:  # this step is eager, a later one is captured
             self._streams.send_back(tried.sent_back)

@@ -112,15 +112,20 @@ class Invalidation(Generic[T]):
         self._guards.drop()
         self._warm_ups.forget()
 
-    def unsupported(self, error: UnsupportedError) -> None:
-        """React to a step that cannot be captured: narrow the scope, raise, or give up."""
+    def unsupported(self, error: UnsupportedError) -> str:
+        """React to a step that cannot be captured: narrow the scope, raise, or give up.
+
+        Returns:
+            Why this step is eager; what narrows the scope has been announced with its reason.
+        """
         self._run.wording.rephrase(error)
         if self._run.narrow(error):
             self.forget()
-            return
+            return "a smaller part of the step is captured from then on"
         if self._run.settings.raise_unsupported:
             raise error
         self.give_up(error.reason)
+        return error.reason
 
     def give_up(self, reason: str) -> None:
         """Run all later steps eagerly, because of `reason`."""

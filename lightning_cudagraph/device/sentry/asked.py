@@ -1,7 +1,8 @@
-"""Remedies for reads of the device, by what is read and by the library that reads it."""
+"""Remedies for reads of the device, by what is read, what it is read for, and the library that reads it."""
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -63,12 +64,136 @@ _READERS = (
         + see("nan_checks"),
     ),
     _Reader(
+        "utilities/",
+        lambda function, file: (function, file) == ("grad_norm", "grads.py"),
+        "Compute the norms in the hook itself: `norms = {name: p.grad.norm() for name, p in"
+        " self.named_parameters() if p.grad is not None}`, and of all of them,"
+        " `torch.stack([*norms.values()]).norm()`." + see("hooks"),
+    ),
+    _Reader(
         "transformers/",
         lambda function, file: "mask" in function or "mask" in file,
         "Leave `attention_mask` out if no batch has padding; or pass one of four dimensions, which is"
         " taken as it is, without a look at its values." + see("attention_masks"),
     ),
 )
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function of torch."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self.func, "__name__", "")
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A use of a value for which the host reads it.
+
+    Attributes:
+        what: the description for the user; empty for that of any read.
+        fits: returns True for a call that reads, and the user's line.
+        remedy: one thing to do.
+    """
+
+    what: str
+    fits: Callable[[Call, Location], bool]
+    remedy: str
+
+
+def _is_slice(call: Call, part: str) -> bool:
+    """True if a tensor is the `start` or the `stop` of a slice in an index."""
+    if call.name not in ("__getitem__", "__setitem__"):
+        return False
+    indices = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    return any(isinstance(i, slice) and isinstance(getattr(i, part), Tensor) for i in indices)
+
+
+def _lines_below(where: Location) -> str:
+    """The lines of a function below a line, as far as they are indented as much."""
+    lines = linecache.getlines(where.path)[where.line - 1 :]
+    indents = [len(line) - len(line.lstrip()) if line.strip() else None for line in lines]
+    ends = (n for n, indent in enumerate(indents) if n and indent is not None and indent < indents[0])
+    return "".join(lines[1 : next(ends, len(lines))])
+
+
+def _is_sliced_with(where: Location, part: str) -> bool:
+    """True if the number that a line assigns is the `start` or the `stop` of a slice further down."""
+    assigned = re.match(r"(\w+)\s*=[^=]", where.source)
+    if assigned is None:
+        return False
+    name = rf"\b{assigned[1]}\b"
+    used = rf"\[[^\]:]*{name}[^\]:]*:" if part == "start" else rf":[^\]:]*{name}"
+    return re.search(used, _lines_below(where)) is not None
+
+
+def _decides_on_steps(where: Location) -> bool:
+    """True for a branch with steps of optimizers in it."""
+    if not where.source.startswith(("if ", "elif ", "while ")):
+        return False
+    indent = len(linecache.getline(where.path, where.line)) - len(where.source) - 1
+    block = re.match(rf"(?:\s*\n| {{{indent + 1},}}.*\n?)*", _lines_below(where))
+    return block is not None and re.search(r"\.step\(|manual_backward\(", block[0]) is not None
+
+
+_READS_ONE = ("__int__", "__index__", "item")
+_MAKES_SIZES = ("arange", "zeros", "ones", "empty", "full", "rand", "randn", "narrow")
+_USES = (
+    _Use(
+        "`one_hot` without `num_classes`, which reads the largest label",
+        lambda call, where: call.name == "one_hot",
+        "Pass it: `one_hot(labels, num_classes=10)`." + see("indices_and_lengths"),
+    ),
+    _Use(
+        "a tensor as `alpha`, `beta` or `value` of a function that takes a number",
+        lambda call, where: any(
+            isinstance(call.kwargs.get(name), Tensor) for name in ("alpha", "beta", "value")
+        ),
+        "Multiply instead: `x.add_(factor * y)` for `x.add_(y, alpha=factor)`."
+        + see("indices_and_lengths"),
+    ),
+    _Use(
+        "",
+        lambda call, where: (
+            _is_slice(call, "start") or (call.name in _READS_ONE and _is_sliced_with(where, "start"))
+        ),
+        "Index with a tensor of places: `places = (pointer + torch.arange(n, device=pointer.device)) %"
+        " len(queue)`, and `queue[places] = ...`." + see("indices_and_lengths"),
+    ),
+    _Use(
+        "",
+        lambda call, where: (
+            _is_slice(call, "stop")
+            or call.name in _MAKES_SIZES
+            or (call.name in _READS_ONE and _is_sliced_with(where, "stop"))
+        ),
+        "Keep the full length, and leave the rest out by a mask, `torch.arange(len(x), device=x.device) <"
+        " length`." + see("indices_and_lengths"),
+    ),
+    _Use(
+        "",
+        lambda call, where: call.name == "__bool__" and _decides_on_steps(where),
+        "Capture what comes before the branch and what is in it with one `GraphedStep` each, without the"
+        " callback, and branch on the host between their calls." + see("parts"),
+    ),
+)
+
+
+def of_use(call: Call | None, where: Location | None, words: Words) -> Words:
+    """The words for a read by what the value is read for, if that is known; else the given ones."""
+    if call is None or where is None:
+        return words
+    for use in _USES:
+        if use.fits(call, where):
+            return use.what or words[0], use.remedy
+    return words
 
 
 def of_library(where: Location | None, remedy: str) -> str:

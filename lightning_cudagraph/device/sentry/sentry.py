@@ -30,10 +30,12 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.sentry.asked import (
     PACKED,
+    Call,
     FiniteChecks,
     of_host_read,
     of_library,
     of_nan_check,
+    of_use,
 )
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.collective_hooks import run_collective
@@ -361,6 +363,8 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
             refusal = of_nan_check()
         what, remedy = refusal
         if remedy == _HOST_VALUE[1]:
+            what, remedy = of_use(_calls[-1] if _calls else None, where, (what, remedy))
+        if remedy == _HOST_VALUE[1]:
             remedy = of_host_read(where, remedy)
         forbid(what, of_library(where, remedy), where)
 
@@ -410,13 +414,18 @@ class HostReads(OwnFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if (read := self._read_by(func, args, kwargs)) is not None:
-            forbid(*read, user_location())
+            where = user_location()
+            forbid(read[0], of_library(where, read[1]), where)
             with one_finding():  # the ops that it consists of
                 return func(*args, **kwargs)
         if func in _ADDRESSES:
             for sentry in _standing:
                 sentry.known.give_out(args[0])
-        result = func(*args, **kwargs)
+        _calls.append(Call(func, args, kwargs))
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            _calls.pop()
         for sentry in _standing:
             sentry.finite_checks.note(func, args, kwargs, result)
         return result
@@ -437,6 +446,7 @@ class HostReads(OwnFunctionMode):
 
 
 _standing: list[Sentry] = []
+_calls: list[Call] = []  # of torch's functions, the innermost last
 
 
 def is_capturing() -> bool:

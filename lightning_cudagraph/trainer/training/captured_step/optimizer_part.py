@@ -83,9 +83,10 @@ class OptimizerPart:
             return False
         self.behind = error.reason
         self.let_go()
+        is_done = "forward_backward" in error.remedy  # to step eagerly is the remedy
         self._announce(
             "Forward and backward are captured from now on, and the optimizer steps eagerly:"
-            f" {error.reason}"
+            f" {error.reason}" + ("" if is_done else f" Remedy: {error.remedy}")
         )
         return True
 
