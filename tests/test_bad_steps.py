@@ -197,14 +197,188 @@ def test_goes_on_eagerly_with_the_same_numbers(tmp_path: Path, accelerator: str,
     assert len(getattr(plain_module, "seen", [])) == len(getattr(module, "seen", []))
 
 
+class Reads(Net):
+    """Reads a tensor on the host, for what a class does with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(64, 12))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("factor", torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.read(*batch)
+        return super().training_step(batch, batch_idx)
+
+    def read(self, x: Tensor, y: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Classes(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        nn.functional.one_hot(y)  # BAD
+
+
+class Factor(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.queue.add_(x.mean(0), alpha=self.factor)  # BAD
+
+
+class Pointer(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        start = int(self.pointer)  # BAD
+        self.queue[start : start + 2] = x[:2]
+
+
+class PointerItem(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        start = self.pointer.item()  # BAD
+        self.queue[start : start + 2] = x[:2]
+
+
+class PointerInSlice(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.queue[self.pointer : 64].zero_()  # BAD
+
+
+class LengthInSlice(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        x[: y.max()].sum()  # BAD
+
+
+class Length(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        most = int(y.max())  # BAD
+        x[:most].sum()
+
+
+class Size(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        torch.arange(y.max())  # BAD
+
+
+class Number(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        most = int(y.max())  # BAD
+        self.log("most", most)
+
+
+class DecidesOnAStep(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = Net.training_step(self, batch, batch_idx)["loss"]
+        if loss > 1:  # BAD
+            self.manual_backward(loss)
+            self.optimizers().step()
+        self.log("late", loss)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class ReboundBuffer(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.factor = self.factor * 0.9  # BAD
+
+
+class ReboundParameter(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.head.bias = nn.Parameter(self.head.bias.detach() * 0.9)  # BAD
+
+
+PLACES = "Index with a tensor of places: `places = (pointer + torch.arange(n"
+MASK = "leave the rest out by a mask, `torch.arange("
+REMEDIES: dict[type[Net], str] = {
+    Classes: "`one_hot` without `num_classes`.*Pass it: `one_hot(labels, num_classes=10)`",
+    Factor: "a tensor as `alpha`.*`x.add_(factor * y)` for `x.add_(y, alpha=factor)`",
+    Pointer: PLACES,
+    PointerItem: PLACES,
+    PointerInSlice: PLACES,
+    LengthInSlice: MASK,
+    Length: MASK,
+    Size: MASK,
+    Number: "log the tensor itself",
+    DecidesOnAStep: "with one `GraphedStep` each.*docs/recipes/parts.md",
+    ReboundBuffer: "another tensor into the buffer `factor` of the.*`self.factor.copy_(...)`",
+    ReboundParameter: "another tensor into the parameter `bias` of `head`.*`head.bias.copy_(...)`",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+@pytest.mark.parametrize("cls", REMEDIES, ids=lambda cls: cls.__name__)
+def test_names_the_line_and_a_remedy_that_fits_it(
+    tmp_path: Path, accelerator: str, cls: type[Net]
+) -> None:
+    pattern = ".*".join(map(re.escape, REMEDIES[cls].split(".*")))
+    callback = CUDAGraphCallback(harmless=["factor"])  # not even then
+    with pytest.raises(CaptureError, match=f"(?s){pattern}") as caught:
+        train(make(cls), tmp_path, callback, accelerator=accelerator, val_loader=None)
+    assert f"{__file__}:{_line_of(cls)} " in str(caught.value)
+
+
 class ReturnsNone(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None
+        return None  # BAD
+
+
+class LeavesBatchesOut(Net):
+    """Returns None for each third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("skips", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return None if batch_idx % 3 == 2 else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+class LetsTheOptimizerSkip(LeavesBatchesOut):
+    """The remedy for it."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.skips.fill_(batch_idx % 3 == 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        optimizer.found_inf = self.skips
+        return optimizer
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_path_that_returns_none_is_eager_and_has_a_remedy(tmp_path: Path, accelerator: str) -> None:
+    plain = train(make(LeavesBatchesOut), tmp_path / "plain", accelerator=accelerator)
+    graph = train(
+        make(LeavesBatchesOut), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator
+    )
+    assert_same(plain, graph)
+    assert graph.counts.captures == 1
+    assert graph.counts.replayed > 6
+    assert any("a batch signature without a graph" in reason for reason in graph.counts.eager)
+    mended = train(
+        make(LetsTheOptimizerSkip), tmp_path / "mended", CUDAGraphCallback(), accelerator=accelerator
+    )
+    assert mended.counts.eager == {}
+    for name, value in plain.module.state_dict().items():
+        assert torch.equal(mended.module.state_dict()[name], value), name
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_returning_none(tmp_path: Path, accelerator: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"`ReturnsNone.training_step` returned None"):
+    message = (
+        rf"`ReturnsNone.training_step` returned None[^\n]*\n  found at .*{Path(__file__).name}:"
+        rf"{_line_of(ReturnsNone)} .*`found_inf`"
+    )
+    with pytest.raises(UnsupportedError, match=f"(?s){message}"):
         train(make(ReturnsNone), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
     plain = train(make(ReturnsNone), tmp_path / "plain", accelerator=accelerator)
     eager = CUDAGraphCallback(on_unsupported="eager")

@@ -261,21 +261,20 @@ class StepEngine(Generic[T]):
         """Invalidate the graphs because of `reason`; later steps are warmed up and captured again."""
         self._standing.drop(reason)
 
-    def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> None:
-        """React to a step that cannot be captured: narrow the scope, raise, or give up.
+    def refuses_alone(self, signature: Signature, error: UnsupportedError) -> bool:
+        """Run steps of a signature eagerly, if steps have several paths or others have graphs.
 
-        Args:
-            signature: that of the step. If steps have several paths, or others have graphs, its own steps
-                are eager, and nothing else happens.
+        Returns:
+            False, and nothing has happened, if it may be that of all steps.
         """
-        is_one_of_several = signature is not None and (
-            self._graphs.reads.is_any or self._admission.is_later(signature)
-        )
-        if is_one_of_several:
-            assert signature is not None
-            self._admission.refuse(signature, error.reason)
-        else:
-            self._standing.unsupported(error)
+        if not (self._graphs.reads.is_any or self._admission.is_later(signature)):
+            return False
+        self._admission.refuse(signature, error.reason)
+        return True
+
+    def unsupported(self, error: UnsupportedError) -> None:
+        """React to a step that cannot be captured: narrow the scope, raise, or give up."""
+        self._standing.unsupported(error)
 
     def leave(self) -> None:
         """Prepare for a replay by another engine: move gradients out of the memory pool."""

@@ -100,7 +100,8 @@ class StepRecorder:
         are_agreed: True if the processes of a run vote, or there is one.
 
     Attributes:
-        carried: the rebound attributes that graphs carry; none, so a function that rebinds one is refused.
+        carried: the rebound attributes that graphs carry. None here: a function that rebinds one is
+            refused.
     """
 
     def __init__(

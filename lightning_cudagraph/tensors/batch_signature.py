@@ -233,9 +233,8 @@ class Signature:
         for path, leaf in mine.items():
             sizes = [one[0][:1] for one in (leaf, theirs.get(path, ())) if len(one) > 2]
             if len(sizes) == 2 and lengths == {(*sizes[0], *sizes[1])}:
-                (expected, found) = lengths.pop()
                 return (
-                    f"{found} samples instead of {expected}, in lists too (`{path}` is a tensor of them);"
+                    f"{sizes[1][0]} samples instead of {sizes[0][0]} in `{path}`, and in lists;"
                     " `DataLoader(drop_last=True)` leaves such a batch out"
                 )
         if missing := next((path for path in mine if path not in theirs), ""):

@@ -244,12 +244,12 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             location=where,
         )
     if change.registered:
-        path = f"self.{change.name}"
+        of = "self" if change.of.startswith("the ") else change.of.strip("`")
         return CaptureError(
             f"The training step puts another tensor into the {change.registered} {named}; a replay would"
             " go on with the one that was there at the capture.",
-            f"Write into it, `{path}.copy_(...)`, under `torch.no_grad()`. `harmless` cannot allow it."
-            + see("kept_tensors"),
+            f"Write into it, `{of}.{change.name}.copy_(...)`, under `torch.no_grad()`. `harmless` cannot"
+            " allow it." + see("kept_tensors"),
             location=where,
         )
     return CaptureError(

@@ -1,4 +1,4 @@
-"""Remedies for reads of the device, by what is read, what it is read for, and the library that reads it."""
+"""Remedies for reads of the device, by what is read, the use of it, and the library that reads it."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def _is_slice(call: Call, part: str) -> bool:
 
 def _lines_below(where: Location) -> str:
     """The lines of a function below a line, as far as they are indented as much."""
-    lines = linecache.getlines(where.path)[where.line - 1 :]
-    indents = [len(line) - len(line.lstrip()) if line.strip() else None for line in lines]
-    ends = (n for n, indent in enumerate(indents) if n and indent is not None and indent < indents[0])
-    return "".join(lines[1 : next(ends, len(lines))])
+    first, *lines = linecache.getlines(where.path)[where.line - 1 :] or [""]
+    indent = len(first) - len(first.lstrip())
+    ends = (n for n, line in enumerate(lines) if line.strip() and line[:indent].strip())
+    return "".join(lines[: next(ends, len(lines))])
 
 
 def _is_sliced_with(where: Location, part: str) -> bool:
@@ -174,8 +174,8 @@ _USES = (
             or call.name in _MAKES_SIZES
             or (call.name in _READS_ONE and _is_sliced_with(where, "stop"))
         ),
-        "Keep the full length, and leave the rest out by a mask, `torch.arange(len(x), device=x.device) <"
-        " length`." + see("indices_and_lengths"),
+        "Keep the full length, and leave the rest out by a mask,"
+        " `torch.arange(len(x), device=x.device) < length`." + see("indices_and_lengths"),
     ),
     _Use(
         "",

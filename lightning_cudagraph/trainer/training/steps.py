@@ -83,6 +83,7 @@ class TrainingSteps:
             accumulation: partial(self._refresh, accumulation)
             for accumulation in starmap(AccumulationPhase, product((False, True), repeat=3))
         }
+        self._n_without_loss = 0  # warm-up steps, in a row
         self.phase = Phase.EAGER
         self.is_in_step = self.is_state_unread = False
         self._is_in_optimizer = False  # in an eager step, whose closure the optimizer calls
@@ -289,11 +290,23 @@ class TrainingSteps:
             run.logs.warmed_up((accumulation, step.signature), closure.batch)
             # The last one is timed, and has to begin on an idle device, as the others do.
             run.backend.synchronize()
-            if closure._result is not None and closure._result.closure_loss is None:
-                self._engine.unsupported(self._recorder.returned_none(), step.signature)
+            self._look_for_loss(closure, step)
         if accumulation.steps:
             run.times.pace.tick(self.phase)
         return returned[0]
+
+    def _look_for_loss(self, closure: GraphClosure, step: Step[StepOutputs]) -> None:
+        """Leave a path without a loss eager; refuse steps of which as many as a warm-up have none."""
+        if closure._result is None or closure._result.closure_loss is not None:
+            self._n_without_loss = 0
+            return
+        self._n_without_loss += 1
+        error = self._recorder.returned_none()
+        assert step.signature is not None
+        if not self._engine.refuses_alone(step.signature, error) and (
+            self._n_without_loss >= self._run.settings.warmup_steps
+        ):
+            self._engine.unsupported(error)
 
     def _step(
         self, closure: GraphClosure, body: StepBody, eagerly: Callable[[], object], timed: bool

@@ -215,9 +215,9 @@ class Recorder:
         return UnsupportedError(
             f"`{type(self._module).__qualname__}.training_step` returned None to skip the batch; a"
             " graph cannot skip.",
-            "Return the loss of every batch, and let a fused Adam or AdamW skip its update where a buffer,"
-            " its `found_inf`, is 1: write it in the step, or in `on_train_batch_start` if the number of"
-            " the batch decides." + see("nan_checks"),
+            "Return the loss of every batch, and let a fused Adam or AdamW skip its update where its"
+            " `found_inf` is 1, a buffer that the step writes, or `on_train_batch_start` if the batch's"
+            " number decides." + see("nan_checks"),
             location=line_that_returns_none(type(self._module).training_step),
         )
 
