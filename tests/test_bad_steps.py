@@ -356,18 +356,15 @@ class LetsTheOptimizerSkip(LeavesBatchesOut):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_path_that_returns_none_is_eager_and_has_a_remedy(tmp_path: Path, accelerator: str) -> None:
-    plain = train(make(LeavesBatchesOut), tmp_path / "plain", accelerator=accelerator)
-    graph = train(
-        make(LeavesBatchesOut), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator
-    )
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 6}
+    plain = train(make(LeavesBatchesOut), tmp_path / "plain", **kwargs)
+    graph = train(make(LeavesBatchesOut), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
     assert_same(plain, graph)
     assert graph.counts.captures == 1
-    assert graph.counts.replayed > 6
-    assert any("a batch signature without a graph" in reason for reason in graph.counts.eager)
-    mended = train(
-        make(LetsTheOptimizerSkip), tmp_path / "mended", CUDAGraphCallback(), accelerator=accelerator
-    )
-    assert mended.counts.eager == {}
+    reason = r"a batch signature without a graph: `LeavesBatchesOut.training_step` returned None .* else"
+    assert any(re.match(reason, eager) for eager in graph.counts.eager), graph.counts
+    mended = train(make(LetsTheOptimizerSkip), tmp_path / "mended", CUDAGraphCallback(), **kwargs)
+    assert not any("batch_idx" in eager for eager in mended.counts.eager)
     for name, value in plain.module.state_dict().items():
         assert torch.equal(mended.module.state_dict()[name], value), name
 

@@ -129,13 +129,14 @@ def line_that_returns_none(function: Any) -> Location | None:
     code = getattr(function, "__code__", None)
     if code is None:
         return None
-    parts = [(None, None, 0), *_instructions(code)]
-    lines = {
-        line
-        for (before, given, _), (op, constant, line) in pairwise(parts)
-        if (op == "RETURN_CONST" and constant is None)
-        or (op == "RETURN_VALUE" and before == "LOAD_CONST" and given is None)
-    }
+    parts = [*_instructions(code)]
+    returning = {line for op, _, line in parts if op == "RETURN_VALUE"}
+    lines = {line for op, constant, line in parts if op == "RETURN_CONST" and constant is None}
+    for (op, constant, line), (then, _, _) in pairwise(parts):
+        # `return None if ... else ...` jumps to its return.
+        is_last = then == "RETURN_VALUE" or (then.startswith("JUMP") and line in returning)
+        if is_last and op == "LOAD_CONST" and constant is None:
+            lines.add(line)
     return location_in(code, lines.pop()) if len(lines) == 1 else None
 
 

@@ -219,7 +219,7 @@ class Moved(NamedTuple):
 
     @property
     def registered(self) -> str:
-        """What the part is registered as in its module, "parameter" or "buffer"; else empty."""
+        """The kind of tensor that a module registers, "parameter" or "buffer"; else empty."""
         return _REGISTERED.get(self.node.path.rpartition(".")[2], "")
 
     @property
@@ -238,7 +238,7 @@ class Moved(NamedTuple):
         return re.sub(r"\[.*?\]", "", self.name).rpartition(".")[2]
 
     def is_harmless(self, names: Collection[str]) -> bool:
-        """True if the user allows the change by one of `names`; nobody can allow one of what trains."""
+        """True if the user allows the change by one of `names`; for registered tensors, none does."""
         return not self.registered and self.is_under(names)
 
     def is_under(self, names: Collection[str]) -> bool:
