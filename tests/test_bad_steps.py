@@ -289,6 +289,11 @@ class ReboundParameter(Reads):
         self.head.bias = nn.Parameter(self.head.bias.detach() * 0.9)  # BAD
 
 
+class ReplacedStorage(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.factor.data = self.factor * 0.9  # BAD
+
+
 PLACES = "Index with a tensor of places: `places = (pointer + torch.arange(n"
 MASK = "leave the rest out by a mask, `torch.arange("
 REMEDIES: dict[type[Net], str] = {
@@ -303,6 +308,7 @@ REMEDIES: dict[type[Net], str] = {
     Number: "log the tensor itself",
     DecidesOnAStep: "with one `GraphedStep` each.*docs/recipes/parts.md",
     ReboundBuffer: "another tensor into the buffer `factor` of the.*`self.factor.copy_(...)`",
+    ReplacedStorage: "gives `factor` another storage.*`copy_`",
     ReboundParameter: "another tensor into the parameter `bias` of `head`.*`head.bias.copy_(...)`",
 }
 
@@ -355,7 +361,9 @@ class LetsTheOptimizerSkip(LeavesBatchesOut):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_path_that_returns_none_is_eager_and_has_a_remedy(tmp_path: Path, accelerator: str) -> None:
+def test_a_path_that_returns_none_is_eager_and_has_a_remedy(
+    tmp_path: Path, accelerator: str, caplog: pytest.LogCaptureFixture
+) -> None:
     kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 6}
     plain = train(make(LeavesBatchesOut), tmp_path / "plain", **kwargs)
     graph = train(make(LeavesBatchesOut), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
@@ -363,6 +371,7 @@ def test_a_path_that_returns_none_is_eager_and_has_a_remedy(tmp_path: Path, acce
     assert graph.counts.captures == 1
     reason = r"a batch signature without a graph: `LeavesBatchesOut.training_step` returned None .* else"
     assert any(re.match(reason, eager) for eager in graph.counts.eager), graph.counts
+    assert re.search(r"run eagerly: .* Remedy: Return the loss of every batch", caplog.text)
     mended = train(make(LetsTheOptimizerSkip), tmp_path / "mended", CUDAGraphCallback(), **kwargs)
     assert not any("batch_idx" in eager for eager in mended.counts.eager)
     for name, value in plain.module.state_dict().items():

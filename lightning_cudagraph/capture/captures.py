@@ -171,7 +171,7 @@ class Captures(Generic[T]):
             reason = failure.reason
             try:
                 if self._admission.is_later(signature):
-                    self._admission.refuse(signature, failure.reason)
+                    self._admission.refuse(signature, failure)
                 else:
                     reason = self._standing.unsupported(failure)  # in the words of the front end
             except UnsupportedError:

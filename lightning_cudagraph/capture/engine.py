@@ -190,7 +190,7 @@ class StepEngine(Generic[T]):
                 if raised:
                     error = _only_in_the_capture(reason)
                     if self._admission.is_later(signature):
-                        self._admission.refuse(signature, error.reason)
+                        self._admission.refuse(signature, error)
                     else:
                         self._standing.unsupported(error)
                 return done
@@ -269,7 +269,7 @@ class StepEngine(Generic[T]):
         """
         if not (self._graphs.reads.is_any or self._admission.is_later(signature)):
             return False
-        self._admission.refuse(signature, error.reason)
+        self._admission.refuse(signature, error)
         return True
 
     def unsupported(self, error: UnsupportedError) -> None:

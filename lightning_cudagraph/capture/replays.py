@@ -117,7 +117,7 @@ class Replays(Generic[T]):
                 put_back_gradients()
             signature = step.signature
             if signature is not None and not captured.replays and self._admission.is_later(signature):
-                self._admission.refuse(signature, error.reason)
+                self._admission.refuse(signature, error)
             elif isinstance(error, StaleGraphError):
                 self._standing.drop(error.reason)
             else:

@@ -17,6 +17,7 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import AccumulationPhase
+from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.buckets import best_lengths
 
@@ -162,13 +163,14 @@ class Admission(Generic[T]):
             return []
         return [f"times are of batches of one {self._run.wording.signature}, the first that had a graph"]
 
-    def refuse(self, signature: Signature, reason: str) -> None:
+    def refuse(self, signature: Signature, error: UnsupportedError) -> None:
         """Run all later batches of this signature eagerly; others keep their graphs."""
         self._graphs.discard(signature)
         wording = self._run.wording
         candidate = self._candidates.setdefault(signature, _Candidate())
-        candidate.refused = f"a {wording.signature} without a graph: {wording.of(reason)}"
-        self._run.announce(f"Batches of one {wording.signature} run eagerly: {wording.of(reason)}")
+        candidate.refused = f"a {wording.signature} without a graph: {wording.of(error.reason)}"
+        said = wording.of(f"{error.reason} Remedy: {error.remedy}")
+        self._run.announce(f"Batches of one {wording.signature} run eagerly: {said}")
 
     @property
     def remedy(self) -> str:

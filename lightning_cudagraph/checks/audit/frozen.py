@@ -111,7 +111,7 @@ class StepAudit:
                 where = self.calls.where(change) or nearest_line(change, self.mentioned.users_code)
                 self._refuse(effect_error(change, where), change.subject)
         for name, (tensor, _, address) in self._storages.items():
-            if address_of(tensor) != address and name not in self._rules.harmless:
+            if address_of(tensor) != address:
                 where = self.calls.line_of("data")
                 self._refuse(
                     CaptureError(
