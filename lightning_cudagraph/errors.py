@@ -87,6 +87,11 @@ class Finding:
         found = [f"  found at {at}", *(f"  {line}" for line in called)]
         return [self.what, *found, f"  Remedy: {self.remedy}"]
 
+    @property
+    def key(self) -> Hashable:
+        """The finding and the user's line, on which several lines of a library are one finding."""
+        return self.what, self.location and replace(self.location, called=None)
+
 
 class CUDAGraphError(RuntimeError):
     """Base class of all errors raised by this package."""
@@ -157,10 +162,8 @@ class UnsupportedError(CUDAGraphError):
             ended_by: what has ended the search before the end of the step, in words; or nothing.
         """
         self.search_ended_by = ended_by
-        known = {(finding.what, finding.location) for finding in self.findings}
-        self._others += tuple(
-            finding for finding in found if (finding.what, finding.location) not in known
-        )
+        known = {finding.key for finding in self.findings}
+        self._others += tuple(finding for finding in found if finding.key not in known)
 
 
 class CaptureError(UnsupportedError):

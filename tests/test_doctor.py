@@ -300,6 +300,16 @@ class MovesAlways(Moving):
         self.weight = 1.0 / (1 + batch_idx)
 
 
+class Alternates(Kept):
+    phase = "a"
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.phase = "a" if batch_idx % 2 else "b"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 if self.phase == "a" else 2)
+
+
 @pytest.mark.parametrize(
     ("cls", "what", "remedy"),
     [
@@ -309,6 +319,7 @@ class MovesAlways(Moving):
             "Write into the tensor (`copy_`",
         ),
         (MovesAlways, "`weight` of the `MovesAlways` changed", "Keep it constant, or in a buffer"),
+        (Alternates, "`phase` of the `Alternates` changed", "Branch on `batch_idx`"),
     ],
 )
 def test_a_graph_that_goes_stale_again_and_again_is_a_finding(
@@ -318,6 +329,36 @@ def test_a_graph_that_goes_stale_again_and_again_is_a_finding(
     (finding,) = report.findings
     assert re.match(rf"Between steps {re.escape(what)}, \d times", finding.what)
     assert remedy in finding.remedy
+    name = re.findall(r"`(\w+)` of the", what)
+    assert [f"self.{each}" in str(finding.location) for each in name] == [True for _ in name]
+
+
+class OnOneLine(Net):
+    """Things that several checks, or several lines of a library, find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[str, list[float]] = {"a": [], "b": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x += 1  # ONCE
+        loss = super().training_step((x, y), batch_idx)["loss"]
+        self.history["a"].append(1.0)  # ONCE
+        if batch_idx % 2 == 0:
+            self.history["b"].append(1.0)  # ONCE
+        return loss * float(np.clip(self.global_step / 20, 0, 1))  # ONCE
+
+    def on_after_backward(self) -> None:
+        self.head.bias.grad.add_(1.0, alpha=1 + self.global_step)  # ONCE
+
+
+def test_one_finding_a_line(accelerator: str) -> None:
+    """The search goes on behind a write into the batch, and behind C code that gets no number."""
+    report = CUDAGraphCallback().check(make(OnOneLine), loader(), _trainer(accelerator))
+    lines = [finding.location and finding.location.line for finding in report.findings]
+    source = enumerate(HERE.read_text().splitlines(), start=1)
+    assert lines == [number for number, line in source if line.endswith("  # ONCE")]
 
 
 def test_steps_of_loops_name_all_too(accelerator: str) -> None:

@@ -396,6 +396,16 @@ READS: dict[type[Net], str] = {
 }
 
 
+# Where a remedy is for one kind of read; and no other is offered.
+_BUFFER = "hand the result to the step in a registered buffer"
+SAID: dict[type[Net], str] = {
+    GlobalStep: _BUFFER,
+    TrainersStep: _BUFFER,
+    BatchIndex: "Ask the `batch_idx` that the step is given",
+    LastBatch: "Ask `batch_idx + 1 == self.trainer.num_training_batches` instead",
+}
+
+
 class Prints(Scaled):
     def scale(self) -> float:
         print("a step")  # BAD Prints
@@ -522,7 +532,8 @@ def test_refused_with_the_line(tmp_path: Path, accelerator: str, cls: type[Net])
     with pytest.raises(CaptureError, match=re.escape(REFUSED[cls])) as caught:
         _train(_make(cls), tmp_path, callback, accelerator=accelerator)
     assert f"at {__file__}:{_line(cls)} " in str(caught.value)
-    assert f'harmless=["{REFUSED[cls]}"]' in str(caught.value)
+    assert SAID.get(cls, "") in caught.value.remedy
+    assert (f'harmless=["{REFUSED[cls]}"]' in caught.value.remedy) == (cls not in SAID)
 
 
 @pytest.mark.spread(4)

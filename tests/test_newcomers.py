@@ -89,6 +89,15 @@ FAULTS = {
     "all finite": Fault(
         "assert torch.isfinite(self.layer(x)).all()", "are finite", "Count in a buffer", "nan_checks"
     ),
+    "math": Fault(
+        "assert math.isfinite(loss)", "are finite", "Count in a buffer", "nan_checks", package="math"
+    ),
+    "last batch": Fault(
+        "loss = loss * 2 if self.trainer.is_last_batch else loss",
+        "a read of `trainer.is_last_batch`",
+        "`batch_idx + 1 == self.trainer.num_training_batches`",
+        "paths",
+    ),
     "distribution": Fault(
         "loss = loss + torch.distributions.Normal(x, x.exp()).rsample().mean()",
         "branch on a tensor",
@@ -105,13 +114,13 @@ FAULTS = {
     "step": Fault(
         'self.log("step", float(self.global_step))',
         "a read of `self.global_step`",
-        "To log it, do so in `on_train_batch_start`",
+        "Log it in `on_train_batch_start`",
         "logged_values",
     ),
     "clock": Fault(
         'self.log("seconds", time.perf_counter())',
         "a read of `time.perf_counter()`",
-        "To log it, do so in `on_train_batch_start`",
+        "Read the clock in `on_train_batch_end`",
         "logged_values",
     ),
     "numpy": Fault(

@@ -416,7 +416,7 @@ REFUSED: dict[type[Net], str] = {
     CountsToIndex: "`batch_idx`",
     ReturnsIndex: "read of `batch_idx`",
     SwapsStorageInside: "gives `head.bias` another storage",
-    WritesIntoTheBatch: r"writes into `batch\[0\]` in place",
+    WritesIntoTheBatch: r"writes into `batch\[0\]` in place\.\n  found at .*test_odd_code\.py",
 }
 
 

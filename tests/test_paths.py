@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -202,20 +203,39 @@ def test_fp16(tmp_path: Path, accelerator: str) -> None:
     assert graph.counts.captures == 2
 
 
-# With what is computed from the index where it is that, and the page that shows what to do.
-REFUSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "the index": (lambda index: index, "", "logged_values"),
-    "with as many values": (lambda index: 0.5 * index, "0.5 * batch_idx", "paths"),
-    "in a set": (lambda index: index in {1, 2}, "", "logged_values"),
-    "seldom the same": (lambda index: 1 + index // 10, "1 + (batch_idx // 10)", "paths"),
-    "too many comparisons": (lambda index: index in range(100, 200), "", "logged_values"),
+COMPUTE = r"Compute with it in a hook .* in a registered buffer, written with `copy_` or `fill_`\."
+COMPARE = r"Compare it with plain numbers, as in `batch_idx % 4 == 0` or .*: each outcome has a graph\."
+LOG = r"Log it in `on_train_batch_start`: .*"
+AFTERWARDS = "Do it in `on_train_batch_end`, which .*"
+
+
+def prints(index: Any) -> int:
+    print("", end=str(index))
+    return 1
+
+
+# With what is computed from the index where it is that, the remedy, and the page that shows it.
+REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
+    "the index": (lambda index: index, "", COMPUTE, "paths"),
+    "with as many values": (lambda index: 0.5 * index, "0.5 * batch_idx", COMPUTE, "paths"),
+    "in C code": (lambda index: divmod(index, 2)[1], "", COMPUTE, "paths"),
+    "logarithm": (lambda index: math.log(index + 1), "batch_idx + 1", COMPUTE, "paths"),
+    "in a set": (lambda index: 2 if index in {1, 2} else 1, "", COMPARE, "paths"),
+    "seldom the same": (lambda index: 1 + index // 10, "1 + (batch_idx // 10)", COMPUTE, "paths"),
+    "too many comparisons": (lambda index: index in range(100, 200), "", COMPUTE, "paths"),
+    "printed": (prints, "", AFTERWARDS, "item_and_print"),
 }
 
 
 @pytest.mark.spread(2)
-@pytest.mark.parametrize(("read", "computed", "recipe"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("read", "computed", "remedy", "recipe"), REFUSED.values(), ids=REFUSED)
 def test_refused(
-    tmp_path: Path, accelerator: str, read: Callable[[Any], Any], computed: str, recipe: str
+    tmp_path: Path,
+    accelerator: str,
+    read: Callable[[Any], Any],
+    computed: str,
+    remedy: str,
+    recipe: str,
 ) -> None:
     def use(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
         return loss * read(batch_idx)
@@ -225,7 +245,7 @@ def test_refused(
     named = f"`{computed}`, computed from `batch_idx`" if computed else "`batch_idx`"
     assert f"read of {named}, which would stay" in caught.value.what
     assert caught.value.location.path == __file__
-    assert caught.value.remedy.endswith(f"See docs/recipes/{recipe}.md.")
+    assert re.fullmatch(rf"{remedy} See docs/recipes/{recipe}\.md\.", caught.value.remedy)
 
 
 def test_control_without_notes_of_reads(

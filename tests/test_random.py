@@ -98,12 +98,48 @@ class Checkpointed(Net):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
+def _refused_with_its_line(cls: type[Net], tmp_path: Path, remedy: str, line: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        train(make(cls), tmp_path, CUDAGraphCallback())
+    (found,) = caught.value.findings
+    assert remedy in found.remedy
+    assert found.location is not None
+    assert (found.location.path, line in found.location.source) == (__file__, True)
+    assert "no line of yours" not in found.what
+
+
 def test_activation_checkpointing_keeps_its_random_numbers(tmp_path: Path, accelerator: str) -> None:
     if accelerator == "cpu":
-        with pytest.raises(CaptureError, match="on the CPU emulator"):
-            train(make(Checkpointed), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+        _refused_with_its_line(Checkpointed, tmp_path, "leave checkpointing out", "checkpoint(")
         return
     plain = train(make(Checkpointed), tmp_path / "plain", accelerator=accelerator)
     graph = train(make(Checkpointed), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
     assert_same(plain, graph)
     assert graph.counts.replayed == 18
+
+
+class Seeds(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.manual_seed(3)
+        return super().training_step(batch, batch_idx)
+
+
+class Forks(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.random.fork_rng():
+            noise = torch.rand(())
+        return super().training_step(batch, batch_idx)["loss"] * noise
+
+
+@pytest.mark.parametrize(
+    ("cls", "remedy", "line"),
+    [(Seeds, "keep them in a buffer", "torch.manual_seed(3)"), (Forks, "leave it out", "fork_rng():")],
+)
+def test_a_seed_in_the_step(
+    tmp_path: Path, accelerator: str, cls: type[Net], remedy: str, line: str
+) -> None:
+    if accelerator == "cpu":  # a GPU can capture `fork_rng`, which sets no other seed
+        _refused_with_its_line(cls, tmp_path, remedy, line)
+    elif cls is Seeds:
+        with pytest.raises(CaptureError, match=r"hold `torch\.manual_seed` in the step"):
+            train(make(cls), tmp_path, CUDAGraphCallback(), accelerator=accelerator)

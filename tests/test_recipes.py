@@ -34,7 +34,7 @@ PAGES = sorted(path for path in RECIPES.glob("*.md") if path.stem != "index")
 MAX_LINES = 60
 # What these show is refused for what the code does, which has a page of its own.
 BY_ANOTHER = {
-    "accumulation": "logged_values",
+    "accumulation": "paths",
     "attention_masks": "item_and_print",
     "early_exit": "item_and_print",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import traceback
 import warnings
 from collections import deque
@@ -10,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -150,7 +153,19 @@ def _branch(x: Tensor) -> Tensor:
     return x if x.sum() < 99 else -x
 
 
+def _checks_with_math(x: Tensor) -> object:
+    return None if math.isfinite(x.sum()) else x
+
+
+def _checks_with_numpy(x: Tensor) -> object:
+    return None if np.isnan(np.asarray(x)).any() else x
+
+
 READS: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "math.isfinite": (_checks_with_math, "Count in a buffer"),
+    "np.isnan": (_checks_with_numpy, "Count in a buffer"),
+    "a deep copy": (lambda x: copy.deepcopy(x), "Use `clone`"),
+    "math": (lambda x: math.exp(x.sum()), "Keep the value on the device"),
     "a branch": (_branch, "Keep the value on the device"),
     "an assertion": (_plain_check, "Leave the assertion out of the step"),
     "torch": (lambda x: F.gaussian_nll_loss(x, x, x.exp()), "`gaussian_nll_loss` of torch reads"),
@@ -170,3 +185,7 @@ def test_remedies_by_who_reads(accelerator: str, name: str) -> None:
     with step, pytest.raises(CaptureError) as caught:
         deque(map(step, [x, x, x]))
     assert caught.value.remedy.startswith(said)
+    # And no more for what it comes to, but for the two checks of a distribution.
+    assert len(caught.value.findings) == (2 if name == "a check of torch" else 1)
+    assert caught.value.location is not None
+    assert caught.value.location.path == HERE

@@ -29,7 +29,7 @@ from lightning_cudagraph.processes.agreement import of_ranks
 from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.external_references import ExternalReferences, GradientCopies
-from lightning_cudagraph.tensors.host_values import held, is_host_value
+from lightning_cudagraph.tensors.host_values import held, in_words, is_host_value
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
 
@@ -264,7 +264,7 @@ class Captures(Generic[T]):
         except CUDAGraphError:
             raise
         except Exception as error:
-            raised = f"{type(error).__name__} in the capture: {error}"
+            raised = f"{type(error).__name__} in the capture: {in_words(str(error))}"
             clear_frames(error)
         is_of_type = raised.startswith(TypeError.__name__)
         has_values |= is_of_type and reads.has_lent_parts and not reads.kinds

@@ -173,10 +173,11 @@ class CapturedStep(Generic[T]):
             self._backend.cut()
 
         loan = self.static.lend()
-        graph, outputs = self._backend.capture(
-            lambda: self._compiled.held(lambda: _moved(record(loan.batch, cut, is_timed), target)),
-            is_compiled=self._compiled.is_called,
-        )
+        with loan.watched():
+            graph, outputs = self._backend.capture(
+                lambda: self._compiled.held(lambda: _moved(record(loan.batch, cut, is_timed), target)),
+                is_compiled=self._compiled.is_called,
+            )
         # Some are added to, or read, and then dropped: they end at an address of the graph.
         replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
         made = [*self._dropped, *replaced]
@@ -203,7 +204,7 @@ class CapturedStep(Generic[T]):
             self._backend.cut()
 
         loan = self.static.lend()
-        with one_audit():  # compiled code has an audit of its own
+        with one_audit(), loan.watched():  # compiled code has an audit of its own
             graph, _ = self._backend.capture(
                 lambda: self._compiled.left_out(lambda: record(loan.batch, cut, False))
             )

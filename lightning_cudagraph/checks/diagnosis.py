@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.checks.audit.host_lines import first_line
 from lightning_cudagraph.checks.audit.parts import Moved
-from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.guards.guards import Change, Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
@@ -23,8 +22,15 @@ from lightning_cudagraph.device.kept_memory import undone
 from lightning_cudagraph.device.refusals import clear_frames
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.sentry.first_refusal import Gathered, gathering
-from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.errors import CaptureError, UnsupportedError, see
+from lightning_cudagraph.tensors.host_values import in_words
 from lightning_cudagraph.tensors.static import BatchChange, StaticBatch
+
+_HAND_OVER = (
+    "Hand it to the step in a registered buffer, written with `copy_` or `fill_` in a hook that runs on"
+    " the host at every step, such as `on_train_batch_start`; or keep it constant."
+    + see("changing_numbers")
+)
 
 
 class _Step(Protocol):
@@ -105,7 +111,8 @@ class Diagnosis:
             static = StaticBatch(step.batch)
             static.copy_from(step.batch)
             loan = static.lend()
-            step.record(loan.batch, _leave_out, False)
+            with loan.watched():
+                step.record(loan.batch, _leave_out, False)
             loan.refuse_changes()
 
         try:
@@ -130,7 +137,7 @@ class Diagnosis:
             return "" if isinstance(error.subject, BatchChange) else error.reason  # at the end of it
         except Exception as error:  # code that cannot go on behind what was refused
             clear_frames(error)
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {in_words(str(error))}"
         finally:
             self._carried.take_out()
             for parameter, gradient in gradients:
@@ -138,13 +145,12 @@ class Diagnosis:
         return ""
 
     def _moving(self, moved: Moved) -> UnsupportedError:
-        where = first_line(moved.attribute, True, self._guards.all_mentioned().users_code)
+        change = Change.of(moved, self._guards.all_mentioned().users_code)
         error = CaptureError(
-            f"Between two steps, {moved.words}, which the step reads: a graph would be captured again"
+            f"Between two steps, {change}, which the step reads: a graph would be captured again"
             " each time.",
-            "Hand it to the step in a registered buffer, written with `copy_` or `fill_` in a hook that"
-            " runs on the host at every step, such as `on_train_batch_start`; or keep it constant.",
-            location=where,
+            change.remedy or _HAND_OVER,
+            location=change.location,
         )
         error.subject = moved.subject
         return error

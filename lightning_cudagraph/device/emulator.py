@@ -38,7 +38,7 @@ from lightning_cudagraph.device.sentry.collectives import (
     returned_unrun,
     wait_for,
 )
-from lightning_cudagraph.device.sentry.first_refusal import first_refusal_kept
+from lightning_cudagraph.device.sentry.first_refusal import AskedFor, first_refusal_kept
 from lightning_cudagraph.device.sentry.inductor import refused_on_cpu
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.device.sentry.sentry import STORAGE, HostReads, Sentry, forbid, user_location
@@ -259,11 +259,12 @@ class _Recorder(Sentry):
             return
         if not torch.equal(torch.get_rng_state(), self._rng_state):
             forbid(
-                "a generator whose state is set inside the step (`manual_seed`, `fork_rng`, activation"
-                " checkpointing with `preserve_rng_state`), on the CPU emulator",
+                "a generator whose state is set inside the step, as activation checkpointing does with"
+                " `preserve_rng_state`, on the CPU emulator",
                 "On a GPU this can be captured. On a CPU, leave checkpointing out; or, if what is"
                 " computed twice draws no random numbers (no dropout), pass `preserve_rng_state=False`.",
                 user_location(),
+                AskedFor("checkpoint"),
             )
 
 

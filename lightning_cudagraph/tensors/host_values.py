@@ -56,6 +56,10 @@ _OWN = frozenset(
 )
 
 
+# The classes in texts of errors, such as "must be Number, not _HostNumber".
+_CLASSES = re.compile(r"_?Host(Number|Value)\b")
+
+
 class HostValue:
     """A host value that calls a function when it is read, and otherwise behaves as the value does.
 
@@ -149,6 +153,16 @@ class _HostNumber(HostValue):
 def is_host_value(leaf: Any) -> bool:
     """True for a leaf with a value that may count only if it is read."""
     return isinstance(leaf, _KINDS) and not isinstance(leaf, _BY_IDENTITY)
+
+
+def names_a_class(text: str) -> bool:
+    """True for the text of an error that C code raises for the type of a `HostValue`."""
+    return _CLASSES.search(text) is not None
+
+
+def in_words(text: str) -> str:
+    """A text of an error, without the names of classes of this package."""
+    return _CLASSES.sub("a number or text that may be another in each step", text)
 
 
 def value_of(value: Any) -> Any:
@@ -318,7 +332,7 @@ class HostReads:
         if not self.kinds:
             return ""
         what = "numbers" if self.kinds == _NUMBERS else "strings and numbers"
-        why = re.sub(r"_?Host(Number|Value)", "a stand-in", self.why)
+        why = in_words(self.why)
         return (
             f"all {what} of a batch are part of its signature, because C code takes one of them ({why});"
             " tensors in their place have one graph"

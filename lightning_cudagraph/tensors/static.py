@@ -7,13 +7,16 @@ same for a string or a number: the Python of a later check reads the value of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, map_leaves, structure_of
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, held, hold, is_host_value
@@ -115,18 +118,42 @@ def _matches(
 
 @dataclass(frozen=True)
 class BatchChange:
-    """The subject of an error for a step that changes the containers of its batch.
+    """The subject of an error for a step that changes its batch.
 
     Attributes:
-        paths: the paths of what the step has taken out, added or replaced.
+        paths: the paths of what the step has taken out of its containers, added or replaced.
+        written: the path of a tensor that it writes into.
     """
 
-    paths: tuple[str, ...]
+    paths: tuple[str, ...] = ()
+    written: str = ""
 
 
 def _changed(what: str, remedy: str, *paths: str) -> CaptureError:
     error = CaptureError(what, remedy)
     error.subject = BatchChange(paths)
+    return error
+
+
+class _OfThread(threading.local):
+    paths: Mapping[int, str] = {}
+
+
+_lent = _OfThread()
+
+
+def refuse_writes(written: Iterable[Tensor], refuse: Callable[[CaptureError], None]) -> None:
+    """Refuse an op that writes into the batch of the step under way in this thread."""
+    paths = _lent.paths
+    for path in dict.fromkeys(paths[key] for key in map(storage_id, written) if key in paths):
+        refuse(_write(path))
+
+
+def _write(path: str) -> CaptureError:
+    error = CaptureError(
+        f"The training step writes into `{path}` in place.", "Write into a copy: `x = x.clone()`."
+    )
+    error.subject = BatchChange(written=path)
     return error
 
 
@@ -172,6 +199,11 @@ class Loan:
             (alias, alias._version, alias.data_ptr(), _attributes(alias)) for alias in aliases.values()
         ]
 
+    def watched(self) -> AbstractContextManager[None]:
+        """Let the ops of this thread be refused that write into the batch."""
+        paths = {storage_id(leaf): path for path, leaf in self._leaves if isinstance(leaf, Tensor)}
+        return setting(_lent, paths=paths)
+
     def refuse_changes(self, written: Sequence[Tensor] = ()) -> None:
         """Refuse a run that has changed the batch: hooks would see another batch than in an eager step.
 
@@ -202,15 +234,12 @@ class Loan:
                     " first: `batch = copy.copy(batch)`.",
                     path,
                 )
-        # Writes that bypass autograd, such as `x.data.mul_(2)`, raise no version.
+        # Of code that no op shows, such as compiled code; those that bypass autograd raise no version.
         memory = {storage_id(tensor) for tensor in written}
         for alias, version, address, attributes in self._lent:
             path = next(path for path, leaf in self._leaves if leaf is alias)
             if alias._version != version or storage_id(alias) in memory:
-                raise CaptureError(
-                    f"The training step writes into `{path}` in place.",
-                    "Write into a copy: `x = x.clone()`.",
-                )
+                raise _write(path)
             if alias.data_ptr() != address:
                 raise CaptureError(
                     f"The training step gives `{path}` other memory (`.data = ...`).",

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.audit.host_calls import HostRules, allowance
 from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
+from lightning_cudagraph.checks.audit.read_remedies import Remedy
 from lightning_cudagraph.checks.audit.walker import Root
 from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
@@ -87,9 +88,20 @@ _HANDS_OUT = (
     *(pl.Trainer, pl.LightningModule, pl.LightningDataModule, Strategy, Callback, _Loop),
     *(Optimizer, LightningOptimizer, LRScheduler, DataLoader, CombinedLoader),
 )
-_LOG_THE_RATE = (
+_LOG_THE_RATE = Remedy(
     "Log it with Lightning's `LearningRateMonitor`, or in `on_train_batch_start`, which has the rate of"
-    " this step."
+    " this step.",
+    "logged_values",
+)
+_ASK_THE_INDEX = Remedy(
+    "Ask the `batch_idx` that the step is given instead: each outcome of a comparison has a graph.",
+    "paths",
+    may_be_allowed=False,
+)
+_ASK_IF_LAST = Remedy(
+    "Ask `batch_idx + 1 == self.trainer.num_training_batches` instead: each outcome has a graph.",
+    "paths",
+    may_be_allowed=False,
 )
 # Objects that Lightning itself changes in every step.
 RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader)
@@ -118,6 +130,9 @@ def host_rules(
             if isinstance(method := getattr(scheduler, name, None), FunctionType):
                 moving[method.__code__] = f"LRScheduler.{name}"
     remedies = dict.fromkeys(("LRScheduler.get_last_lr", "LRScheduler.get_lr"), _LOG_THE_RATE)
+    remedies["trainer.is_last_batch"] = _ASK_IF_LAST
+    for loop in ("trainer.fit_loop", "trainer.fit_loop.epoch_loop"):
+        remedies[f"{loop}.batch_idx"] = _ASK_THE_INDEX
 
     def epoch() -> int:
         return trainer.current_epoch

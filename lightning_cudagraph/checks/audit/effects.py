@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_cudagraph.checks.audit.frozen import effect_error
 from lightning_cudagraph.checks.audit.host_calls import uses_refused
 from lightning_cudagraph.checks.audit.host_lines import (
+    first_line,
     is_set_elsewhere,
     line_that_changes,
     line_that_sets,
@@ -31,9 +32,9 @@ from lightning_cudagraph.checks.audit.host_objects import (
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import PRIVATE, Moved, hides_state
 from lightning_cudagraph.checks.audit.walker import Root, Walk
-from lightning_cudagraph.device.sentry.first_refusal import is_gathering, refuse
+from lightning_cudagraph.device.sentry.first_refusal import AskedFor, is_gathering, refuse
 from lightning_cudagraph.device.sentry.own_modes import not_compiled
-from lightning_cudagraph.device.sentry.sentry import is_users
+from lightning_cudagraph.device.sentry.sentry import is_users, located
 from lightning_cudagraph.errors import CaptureError, StaleGraphError
 from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.tensors.static import BatchChange
@@ -139,8 +140,11 @@ class Effects:
                 node.put_back(parts)
             if isinstance(error, CaptureError) and error.location is None:
                 self._refuse(found, captured().users_code)  # an effect has a line
+                codes = captured().users_code
                 if isinstance(error.subject, BatchChange):
-                    error.location = line_that_changes(error.subject.paths, captured().users_code)
+                    error.location = line_that_changes(error.subject.paths, codes)
+                elif isinstance(error.subject, AskedFor):
+                    located(error, first_line(error.subject.name, False, codes))
             raise
         if is_gathering():
             for node, parts in before:

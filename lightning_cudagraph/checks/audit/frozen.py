@@ -22,6 +22,7 @@ from lightning_cudagraph.checks.audit.host_calls import HostCalls, HostRules, al
 from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, nearest_line
 from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.audit.parts import Moved
+from lightning_cudagraph.checks.audit.read_remedies import remedy_of_number
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.sentry.first_refusal import (
@@ -57,7 +58,8 @@ def moving_number(reads: HostReads, name: str, value: int, max_graphs: int) -> H
 
     def refuse_read(read: HostRead) -> None:
         computed = "" if read.text == read.path else read.text
-        refuse(frozen_read(read.path, user_location(), computed=computed))
+        where = user_location()
+        refuse(frozen_read(read.path, where, remedy_of_number(read.path, where), computed))
 
     return reads.beside_batch(name, value, has_many, refuse_read)
 
@@ -83,7 +85,7 @@ class StepAudit:
         }
         self._noted = FirstRefusal()
         self.state = Walk(scope=_scope(rules, device))
-        self.calls = HostCalls(rules, self.state, lambda: self.after_backward)
+        self.calls = HostCalls(rules, self.state, lambda: self.after_backward, device.type)
         self.mentioned = self.calls.mentioned
         self.after_backward = False
 

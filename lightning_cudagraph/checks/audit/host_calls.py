@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from lightning_cudagraph.checks.audit.handed_out import is_of_optimizers, note_handed_out
-from lightning_cudagraph.checks.audit.host_draws import generator_state, is_iterator
+from lightning_cudagraph.checks.audit.host_draws import generator_state, is_iterator, seeds
 from lightning_cudagraph.checks.audit.host_lines import (
     CHANGES,
     NUMPYS_OWN,
@@ -39,19 +39,18 @@ from lightning_cudagraph.checks.audit.host_lines import (
 )
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
+from lightning_cudagraph.checks.audit.read_remedies import (
+    AFTERWARDS,
+    OF_CLOCKS,
+    Remedy,
+    remedy_of_read,
+)
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
 from lightning_cudagraph.device.sentry.first_refusal import refuse
-from lightning_cudagraph.device.sentry.sentry import is_installed, is_users, user_frame
+from lightning_cudagraph.device.sentry.sentry import forbid, is_installed, is_users, user_frame
 from lightning_cudagraph.errors import CaptureError, Location, see
-
-_AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step."
-_BEFORE = (
-    "To log it, do so in `on_train_batch_start`. To compute with it, read it in a hook that runs on the"
-    " host at every step, such as `on_train_batch_start`, and hand the result to the step in a"
-    " registered buffer, written with `copy_` or `fill_`; or pass it with the batch, as a tensor."
-)
 
 _NEXT = "__next__"
 _CLOCKS: dict[Any, str] = {
@@ -96,6 +95,7 @@ _WRITERS = _RECORDERS | {"numpy", "tqdm", "rich"}
 _RECORDING = ("add_", "log", "write", "save", "track", "report_", "append", "upload", "record")
 _STDLIB_DIR = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _SITE = "-packages" + os.sep
+_DYNAMO = ("torch._compile", "torch._dynamo")
 _PACKAGE = __name__.partition(".")[0] + "."
 
 
@@ -127,8 +127,8 @@ class HostRules:
             remedy.
         other_in_captures: C functions that give another result during a capture; likewise.
         stops: classes that are not entered, because the framework changes their objects in every step.
-        remedies: what to do instead of a read, by its public name, where there is better advice than for
-            all.
+        remedies: what to do instead of a read, with the page of docs/recipes, by its public name, where
+            there is better advice than for all.
         noted: public names of getters with reads that are noted elsewhere.
     """
 
@@ -143,7 +143,7 @@ class HostRules:
     refused: Mapping[CodeType, tuple[str, str]] = field(default_factory=dict)
     other_in_captures: Mapping[Any, tuple[str, str]] = field(default_factory=dict)
     stops: tuple[type, ...] = ()
-    remedies: Mapping[str, str] = field(default_factory=dict)
+    remedies: Mapping[str, Remedy] = field(default_factory=dict)
     noted: frozenset[str] = frozenset()
 
 
@@ -155,14 +155,12 @@ def allowance(name: str) -> str:
     )
 
 
-def frozen_read(
-    name: str, where: Location | None, remedy: str = _BEFORE, computed: str = ""
-) -> CaptureError:
+def frozen_read(name: str, where: Location | None, remedy: Remedy, computed: str = "") -> CaptureError:
     """The error for a read of a value that would be frozen, or of a number computed from it."""
     what = f"`{computed}`, computed from `{name}`" if computed else f"`{name}`"
     return CaptureError(
         f"A CUDA graph cannot hold a read of {what}, which would stay what it is in this step.",
-        remedy + allowance(_short(name)) + see("paths" if computed else "logged_values"),
+        remedy.text + allowance(_short(name)) * remedy.may_be_allowed + see(remedy.recipe),
         location=where,
     )
 
@@ -201,6 +199,7 @@ class HostCalls:
         state: the walk, which gets the user's globals and closures before code that mentions them runs.
         after_backward: True if the backward pass has ended. From then on, learning rates that the step
             reads are on the device, and returned optimizers are not recorded.
+        device_type: that of the device of the step.
     """
 
     def __init__(
@@ -208,6 +207,7 @@ class HostCalls:
         rules: HostRules,
         state: Walk,
         after_backward: Callable[[], bool] = lambda: False,
+        device_type: str = "",
     ) -> None:
         self._after_backward = after_backward
         self._rules = rules
@@ -216,6 +216,7 @@ class HostCalls:
         self._moving = {id(code): name for code, name in {**_READS, **rules.moving}.items()}
         self._seldom = {id(code): value for code, value in rules.seldom.items()}
         self._refused = {id(code): value for code, value in rules.refused.items()}
+        self._seeds = {id(code): value for code, value in seeds(device_type).items()}
         self._effects = {id(code): name for code, name in {**_EFFECTS, **rules.effects}.items()}
         self._before: Any = None
         self._seen: dict[int, CodeType] = {}  # by id; holds the code objects, so that no id is reused
@@ -264,6 +265,8 @@ class HostCalls:
             if id(code) not in self._seen:
                 self._seen[id(code)] = code
                 self._first_sight(frame)
+            if id(code) in self._seeds:
+                self._refuse_seed(frame)
             caller = frame.f_back
             if (
                 caller is not None
@@ -408,8 +411,9 @@ class HostCalls:
 
     def _refuse_read(self, name: str, asker: FrameType) -> None:
         if name not in self._rules.noted and not self._allows(name):
-            remedy = self._rules.remedies.get(name, _BEFORE)
-            refuse(frozen_read(name, user_frame(asker), remedy))
+            where = user_frame(asker)
+            known = OF_CLOCKS if name in _CLOCKS.values() else self._rules.remedies.get(name)
+            refuse(frozen_read(name, where, known or remedy_of_read(where)))
 
     def _refuse_other(self, name: str, remedy: str, asker: FrameType) -> None:
         if not self._allows(name):
@@ -421,6 +425,14 @@ class HostCalls:
                     location=where,
                 )
             )
+
+    def _refuse_seed(self, frame: FrameType) -> None:
+        name, words, remedy = self._seeds[id(frame.f_code)]
+        caller = frame.f_back
+        while caller is not None and str(caller.f_globals.get("__name__")).startswith(_DYNAMO):
+            caller = caller.f_back  # it wraps `torch.manual_seed`
+        if (asker := self._asker(caller)) is not None and not self._allows(name):
+            forbid(f"`{name}` {words}", remedy, user_frame(asker))
 
     def _refuse_effect(
         self, name: str, asker: FrameType, inside: FrameType, is_python: bool = False
@@ -434,7 +446,7 @@ class HostCalls:
             if id(frame.f_code) in self._allowed_code:
                 return
             frame = frame.f_back
-        refuse(_lost_effect(name, user_frame(asker), _AFTERWARDS, "item_and_print"))
+        refuse(_lost_effect(name, user_frame(asker), AFTERWARDS, "item_and_print"))
 
     def _allows(self, name: str) -> bool:
         return bool({name, _short(name), name.removesuffix("()")} & self._rules.harmless)

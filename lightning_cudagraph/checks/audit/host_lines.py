@@ -31,6 +31,8 @@ _RANDOM_OF_NUMPY = ("np.random", "numpy.random", "random")
 _ITEM = "[]"
 _OF_ITEMS = ("STORE_SUBSCR", "DELETE_SUBSCR")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+# Between the keys of items.
+_SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP", "EXTENDED_ARG")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _NOWHERE = 3
 
@@ -42,8 +44,14 @@ def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
         codes: user code that has run, in the order of its first runs.
     """
     codes = _own([*codes])
-    lines = (first_line(name, change.draws, codes) for name in _names_of(change))
+    keys = _keys_in(change)
+    lines = (first_line(name, change.draws, codes, keys) for name in _names_of(change))
     return next((line for line in lines if line is not None), None)
+
+
+def _keys_in(change: Moved) -> tuple[str, ...]:
+    """The texts among the indices behind the last name in the path: `history['g']` has one."""
+    return tuple(re.findall(r"\['(.*?)'\]", change.path.rpartition(".")[2]))
 
 
 def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
@@ -55,14 +63,22 @@ def _names_of(change: Moved) -> tuple[str, ...]:
     return _RANDOM_OF_NUMPY if change.holder is NUMPYS_OWN else (change.attribute,)
 
 
-def first_line(name: str, draws: bool, codes: Iterable[CodeType]) -> Location | None:
+def first_line(
+    name: str, draws: bool, codes: Iterable[CodeType], keys: Sequence[str] = ()
+) -> Location | None:
     """The first line that sets a name, or else changes an item of it, or else mentions it.
 
     Args:
         draws: it names a random generator, which is drawn from and not set.
         codes: user code that has run, in the order of its first runs.
+        keys: texts by which an item of it is found. Lines that write others behind the name are left
+            out.
     """
     found = [*_lines(name, draws, codes)]
+    if keys:
+        written = [(_keys_behind(name, code, line), (rank, code, line)) for rank, code, line in found]
+        exact = [line for behind, line in written if any(_agree(keys, each) for each in behind)]
+        found = exact or [line for behind, line in written if not any(behind)]
     return location_in(*min(found, key=lambda line: line[0])[1:]) if found else None
 
 
@@ -138,6 +154,26 @@ def line_that_returns_none(function: Any) -> Location | None:
         if is_last and op == "LOAD_CONST" and constant is None:
             lines.add(line)
     return location_in(code, lines.pop()) if len(lines) == 1 else None
+
+
+def _agree(keys: Sequence[str], written: Sequence[str]) -> bool:
+    """True if the item of a line has the one with the keys in it, or is in it."""
+    return bool(written) and all(one == other for one, other in zip(keys, written, strict=False))
+
+
+def _keys_behind(name: str, code: CodeType, line: int) -> set[tuple[str, ...]]:
+    """The texts written behind a name where it is in a line: `("a", "b")` for `name["a"]["b"]`."""
+    found: list[list[str]] = []
+    is_open = False
+    for op, value, at in _instructions(code):
+        if at == line and value == name and not op.startswith("LOAD_CONST"):
+            found.append([])
+            is_open = True
+        elif is_open and op == "LOAD_CONST" and isinstance(value, str):
+            found[-1].append(value)
+        elif op not in _SUBSCRIPTS:
+            is_open = False
+    return {tuple(keys) for keys in found}
 
 
 def stores(code: CodeType) -> Iterator[tuple[str, int]]:

@@ -25,6 +25,8 @@ PACKED: Words = (
     " sequence, `output[torch.arange(len(output)), lengths - 1]`; for two directions, in each layer a"
     " second RNN on each sequence backwards." + see("packed_sequences"),
 )
+# In a line: those of `math` and `numpy`, which read the value before they ask.
+_FINITE_CHECK = re.compile(r"\bis(nan|inf|finite)\(")
 _ASK_IF_FINITE = frozenset(
     getattr(owner, name)
     for owner in (torch, Tensor)
@@ -208,12 +210,15 @@ def of_library(where: Location | None, remedy: str) -> str:
     return remedy
 
 
-def of_host_read(where: Location | None, remedy: str) -> str:
-    """The remedy for a read of a value by an assertion or by torch's own code; else the given one."""
+def of_host_read(where: Location | None, words: Words) -> Words:
+    """The words for a read by a check, an assertion or torch's own code; else the given ones."""
     if where is None:
-        return remedy
+        return words
+    if _FINITE_CHECK.search(where.source):
+        return of_nan_check()
+    what = words[0]
     if where.called is None and re.search(r"\bassert[ (]", where.source):
-        return (
+        return what, (
             "Leave the assertion out of the step; or count in a buffer how often it fails, and read the"
             " count now and then in `on_train_batch_end`, which runs on the host after every step."
             + see("nan_checks")
@@ -221,10 +226,10 @@ def of_host_read(where: Location | None, remedy: str) -> str:
     while where.called is not None:
         where = where.called
     if not where.path.startswith(_TORCH):
-        return remedy
+        return words
     is_named = where.function != "forward" and not where.function.startswith(("_", "<"))
     name = f"`{where.function}`" if is_named else "A function"
-    return (
+    return what, (
         f"{name} of torch reads the value in its own code: compute the same with other functions, or"
         " outside of the step." + see("item_and_print")
     )
@@ -233,7 +238,7 @@ def of_host_read(where: Location | None, remedy: str) -> str:
 def of_nan_check() -> Words:
     """The words for a branch on whether numbers are finite."""
     return (
-        "a Python branch on whether numbers are finite (`torch.isnan`, `torch.isfinite`)",
+        "a Python branch on whether numbers are finite (`isnan`, `isfinite`)",
         "Count in a buffer, `self.bad += ~torch.isfinite(loss.detach())`, and read the count now and"
         " then in `on_train_batch_end`, which runs on the host after every step. To leave such a batch"
         " out, let a fused Adam or AdamW skip its update (`found_inf`)." + see("nan_checks"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.errors import Finding, Location, UnsupportedError
+from lightning_cudagraph.tensors.host_values import names_a_class
 
 
 @dataclass
@@ -23,6 +24,17 @@ class FirstRefusal:
     """The first refusal in the step that is running."""
 
     first: UnsupportedError | None = None
+
+
+@dataclass(frozen=True)
+class AskedFor:
+    """The subject of an error for what torch does later than the user's line asks for it.
+
+    Attributes:
+        name: the name under which user code asks for it.
+    """
+
+    name: str
 
 
 class Gathered:
@@ -40,7 +52,7 @@ class Gathered:
 
     def add(self, error: UnsupportedError) -> None:
         """Add the finding of an error, if it is not known."""
-        key = (error.what, error.location) if error.subject is None else error.subject
+        key = error.findings[0].key if error.subject is None else error.subject
         if self.is_quiet or key in self._subjects:
             return
         self._subjects.add(key)
@@ -165,7 +177,9 @@ def first_refusal_kept() -> Iterator[FirstRefusal]:
     except Exception as error:
         first, noted.first = noted.first, None  # its traceback refers to frames that refer to `noted`
         if first is not None and first is not error:
-            raise first from error
+            # A read that is refused twice; or C code that got no value, and complains of its type.
+            follows = isinstance(error, UnsupportedError) or names_a_class(str(error))
+            raise first from (None if follows else error)
         raise
     finally:
         _under_way.pop()

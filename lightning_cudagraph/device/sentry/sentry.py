@@ -44,9 +44,10 @@ from lightning_cudagraph.device.sentry.hidden_reads import in_op, of_function
 from lightning_cudagraph.device.sentry.known import KnownValues
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode, OwnFunctionMode
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
-from lightning_cudagraph.errors import CaptureError, Location, see
+from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.local import is_around_another
-from lightning_cudagraph.tensors.writes import Writes
+from lightning_cudagraph.tensors.static import refuse_writes
+from lightning_cudagraph.tensors.writes import Writes, written_by
 
 _INSTALLED = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
 _STDLIB_DIR = sysconfig.get_paths()["stdlib"] + os.sep
@@ -98,6 +99,10 @@ STORAGE = (
     "Allocate the tensor with its final size, and write into it with `copy_`.",
 )
 _EMULATOR_ONLY = frozenset({"aten::set_", "aten::resize_"})
+_DEEP_COPY = (
+    "`copy.deepcopy` of a tensor, on the CPU emulator",
+    "Use `clone`: `x.clone()`, or `x.detach().clone()` for a copy without gradients.",
+)
 _GENERATOR = (
     "a random op with a generator that no step has drawn from in warm-up",
     "Draw from it in every step, or use the default generator of the device.",
@@ -161,6 +166,10 @@ _ALWAYS_FORBIDDEN = frozenset(
     name for name in _WORDS if name not in {"aten::nonzero", "aten::masked_select", "aten::bincount"}
 )
 
+_NOWHERE = ", in code called by torch, with no line of yours in it"
+# Modes, and functions of this package that replace others: torch and user code call them anywhere.
+_MODES = ("__torch_dispatch__", "__torch_function__")
+_STAND_IN = "stand_in"
 # torch's files between a call and its op, which tell the user nothing.
 _IN_BETWEEN = (
     *("_compile.py", "_dynamo", "_functorch", "_inductor", "_ops.py", "_tensor.py"),
@@ -240,15 +249,14 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
     Frames of other installed packages are given as what the user's own frame comes to, if there is one.
     Frames with a file are preferred: generated code of a dataclass tells less than the line that called
     it. The search ends at the first frame of this package outside of other code: the caller of the
-    captured step, beyond which is only the script that called `fit`. Modes are left out, because torch
-    calls them anywhere.
+    captured step, beyond which is only the script that called `fit`. Modes and stand-ins are left out.
     """
     left_own_frames = False
     called: Location | None = None
     in_package: Location | None = None
     without_file: Location | None = None
     for code, namespace, line in frames:
-        if code.co_name in ("__torch_dispatch__", "__torch_function__"):
+        if code.co_name in _MODES:
             continue
         if code.co_filename.startswith("<"):
             if without_file is None and is_users(code, namespace):
@@ -257,7 +265,7 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
             continue
         path = os.path.abspath(code.co_filename)
         if path.startswith(PACKAGE_DIR):
-            if left_own_frames:
+            if left_own_frames and code.co_name != _STAND_IN:
                 break
             continue
         left_own_frames = True
@@ -304,8 +312,15 @@ def forbid(what: str, remedy: str, location: Location | None, subject: Hashable 
 
 def forbidden(what: str, remedy: str, location: Location | None) -> CaptureError:
     """The error for something in a step that a CUDA graph cannot hold."""
-    where = "" if location else ", in code called by torch, with no line of yours in it"
+    where = "" if location else _NOWHERE
     return CaptureError(f"A CUDA graph cannot hold {what}{where}.", remedy, location=location)
+
+
+def located(error: UnsupportedError, location: Location | None) -> None:
+    """Give an error that has no line the one that was found for it, if there is one."""
+    if location is not None:
+        error.location = location
+        error.what = error.what.replace(_NOWHERE, "")
 
 
 def _is_mask(index: Any) -> bool:
@@ -365,7 +380,7 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
         if remedy == _HOST_VALUE[1]:
             what, remedy = of_use(_calls[-1] if _calls else None, where, (what, remedy))
         if remedy == _HOST_VALUE[1]:
-            remedy = of_host_read(where, remedy)
+            what, remedy = of_host_read(where, (what, remedy))
         forbid(what, of_library(where, remedy), where)
 
 
@@ -394,6 +409,11 @@ def _refusal(
     return None
 
 
+def _refuse_write(error: CaptureError) -> None:
+    error.location = user_location()
+    refuse(error, error.subject)
+
+
 def _refuse_unknown(name: str) -> None:
     forbid(
         f"the op `{name}`, called by the Python of another one under autocast, which may be off there",
@@ -415,7 +435,8 @@ class HostReads(OwnFunctionMode):
         kwargs = kwargs or {}
         if (read := self._read_by(func, args, kwargs)) is not None:
             where = user_location()
-            forbid(read[0], of_library(where, read[1]), where)
+            what, remedy = of_host_read(where, read) if func is Tensor.__array__ else read
+            forbid(what, of_library(where, remedy), where)
             with one_finding():  # the ops that it consists of
                 return func(*args, **kwargs)
         if func in _ADDRESSES:
@@ -436,6 +457,8 @@ class HostReads(OwnFunctionMode):
         """A description for the user and a remedy, if a function reads the memory of a tensor."""
         if func in _HOST_READS and args[0].device.type == self._device_type:
             return _HOST_READS[func], _HOST_VALUE[1]
+        if func is Tensor.__deepcopy__ and self._device_type == args[0].device.type == "cpu":
+            return _DEEP_COPY
         if (
             func in _FROM_LISTS
             and isinstance(args[0] if args else None, (list, tuple))
@@ -495,6 +518,7 @@ class Sentry(OwnDispatchMode):
         if (known := self.known.read(func, args)) is not None:
             return known
         check(func, args, kwargs, self._device_type)
+        refuse_writes(written_by(func, args, kwargs), _refuse_write)
         if func.namespace == "c10d":
             result = run_collective(func, args, lambda: self.run(func, args, kwargs))
         else:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.checks.guards.guards import Change
 from lightning_cudagraph.timing.readings.step_time import StepTime
 
 
@@ -93,8 +94,14 @@ class StageSummary:
         write = (
             "Write into the tensor (`copy_`, `lerp_`) instead of giving it other memory (`.data = ...`)."
         )
+
+        def remedy(what: str, last: str) -> str:
+            if what.startswith("the address of"):
+                return write
+            return (isinstance(last, Change) and last.remedy) or keep
+
         return {
-            what: write if what.startswith("the address of") else keep
+            what: remedy(what, reasons[-1])
             for what, reasons in self.recaptures_of().items()
             if len(reasons) > 1 and what.endswith(" changed")
         }

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_cudagraph.checks.guards.guards import Change
 from lightning_cudagraph.errors import Finding, UnsupportedError
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
@@ -166,7 +167,7 @@ def _report(
     unstable = fit.unstable()
     for what, reasons in fit.recaptures_of().items():
         if remedy := unstable.get(what):
-            found += (_unstable(what, len(reasons), remedy),)
+            found += (_unstable(what, reasons, remedy),)
         else:
             stale.append(f"the graph was captured again, because {reasons[0]}")
     eager = [f"{steps} step(s) ran eagerly: {reason}" for reason, steps in fit.eager.items()]
@@ -180,12 +181,13 @@ def _report(
     )
 
 
-def _unstable(what: str, times: int, remedy: str) -> Finding:
+def _unstable(what: str, reasons: list[str], remedy: str) -> Finding:
     """The finding of a graph that goes stale again and again, and would be given up in a run."""
     return Finding(
-        f"Between steps {what}, {times} times in {_STEPS} steps: each time the graph is captured again,"
-        " and given up in the end.",
+        f"Between steps {what}, {len(reasons)} times in {_STEPS} steps: each time the graph is captured"
+        " again, and given up in the end.",
         remedy,
+        next((reason.location for reason in reasons if isinstance(reason, Change)), None),
     )
 
 

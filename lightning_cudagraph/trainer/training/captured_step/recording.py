@@ -24,7 +24,7 @@ from lightning_cudagraph.device.sentry.first_refusal import going_on
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError, see
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
-from lightning_cudagraph.tensors.host_values import HostReads, HostValue, value_of
+from lightning_cudagraph.tensors.host_values import HostReads, HostValue, names_a_class, value_of
 from lightning_cudagraph.tensors.recomputed import recomputed_apart
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
@@ -248,7 +248,9 @@ def _run_body(body: StepBody, closure: GraphClosure, is_behind: Callable[[], boo
     try:
         body.run(closure)
     except Exception as error:
-        if not is_behind() or isinstance(error, HookError):
+        # C code insists on the type of a number: the step is captured again with the number itself.
+        is_of_type = isinstance(error, TypeError) and names_a_class(str(error))
+        if not is_behind() or isinstance(error, HookError) or is_of_type:
             raise
         error = recompilation(error) or error
         if isinstance(error, UnsupportedError):

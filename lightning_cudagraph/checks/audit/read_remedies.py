@@ -1,0 +1,76 @@
+"""Remedies for reads that a capture would freeze: one for each, by what is read and what it is for."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from lightning_cudagraph.errors import Location
+
+AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step."
+
+# What the user's line does.
+_LOGS = re.compile(r"\bself\.log\(|\.log_dict\(")
+_PRINTS = re.compile(r"\bprint\(|\blog(ger|ging)?\.")
+_BRANCHES = re.compile(r"^(if|elif|while|assert|match)\b|\bif\b.*\belse\b")
+
+
+class Remedy(NamedTuple):
+    """One thing to do about a read.
+
+    Attributes:
+        recipe: the page of docs/recipes that shows it.
+        may_be_allowed: it is possible that nothing depends on the value.
+    """
+
+    text: str
+    recipe: str
+    may_be_allowed: bool = True
+
+
+OF_CLOCKS = Remedy(
+    "Read the clock in `on_train_batch_end`, which runs on the host after every step, and log or compare"
+    " it there; take the start of a duration in `on_train_batch_start`.",
+    "logged_values",
+)
+_LOG = Remedy("Log it in `on_train_batch_start`: the value there is that of this step.", "logged_values")
+_PRINT = Remedy(AFTERWARDS, "item_and_print")
+_COMPUTE = Remedy(
+    "Compute with it in a hook that runs on the host at every step, such as `on_train_batch_start`, and"
+    " hand the result to the step in a registered buffer, written with `copy_` or `fill_`.",
+    "changing_numbers",
+)
+_CHOOSE = Remedy(f"{_COMPUTE.text} Use `torch.where` instead of `if`.", _COMPUTE.recipe)
+
+
+def remedy_of_read(where: Location | None) -> Remedy:
+    """The remedy for a read of something that is another in each step."""
+    if (found := _for_the_user(where)) is not None:
+        return found
+    return _CHOOSE if _branches(where) else _COMPUTE
+
+
+def remedy_of_number(name: str, where: Location | None) -> Remedy:
+    """The remedy for a read of a whole number that a step may compare, such as `batch_idx`."""
+    if (found := _for_the_user(where)) is not None:
+        return found
+    text = _COMPUTE.text
+    if _branches(where):
+        text = (
+            f"Compare it with plain numbers, as in `{name} % 4 == 0` or `{name} < 1000`: each outcome"
+            " has a graph."
+        )
+    return Remedy(text, "paths", may_be_allowed=False)
+
+
+def _branches(where: Location | None) -> bool:
+    return where is not None and _BRANCHES.search(where.source) is not None
+
+
+def _for_the_user(where: Location | None) -> Remedy | None:
+    """The remedy if the line only logs or prints."""
+    if where is None:
+        return None
+    if _LOGS.search(where.source):
+        return _LOG
+    return _PRINT if _PRINTS.search(where.source) else None
