@@ -104,6 +104,7 @@ def both(tmp_path: Path, accelerator: str, use: Any, ours: Any = None, **kwargs:
     return graph
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "alone"])
 @pytest.mark.parametrize(
     ("use", "paths"),
