@@ -104,8 +104,9 @@ def both(tmp_path: Path, accelerator: str, use: Any, ours: Any = None, **kwargs:
     return graph
 
 
-@pytest.mark.spread
-@pytest.mark.parametrize("verify", [True, False], ids=["verified", "alone"])
+@pytest.mark.parametrize(
+    "verify", [pytest.param(True, marks=pytest.mark.long), False], ids=["verified", "alone"]
+)
 @pytest.mark.parametrize(
     ("use", "paths"),
     [
