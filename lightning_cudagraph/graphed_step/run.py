@@ -98,6 +98,12 @@ class _Specialization:
             and static.leaves_of(arguments.batch, device_type) is not None
         )
 
+    @property
+    def is_decided(self) -> bool:
+        """True if a capture has succeeded, or has failed for good."""
+        engine = self.engine
+        return engine.has_graphs or engine.given_up or engine.is_refused(self.signature)
+
     @contextmanager
     def learning(self, lent: Collection[int]) -> Iterator[None]:
         """Watch a warm-up step, to which some memory is lent."""
@@ -157,7 +163,6 @@ class StepRun:
             processes,
             settings.max_graphs,
             self._optimizers.learning_rates,
-            spares_later=reads is not None,
         )
         self.counts = self._context.counts
 
@@ -238,11 +243,11 @@ class StepRun:
         signature = self._signature(arguments, kind.mode)
         outcome = kind.engine.step(step, self._refresh, signature)
         kinds = [*self._specializations.values()]
-        if self.counts.captures != captures:
-            kind.signature = signature  # that of the graph: others will differ by what later steps read
+        if self.counts.captures != captures or kind.engine.is_refused(signature):
+            kind.signature = signature  # that of the capture: others will differ by what steps read
         if self._reads.version != version:
             # Steps of several kinds have warmed up what has no graph.
-            mixed = [each for each in kinds if not (each.engine.has_graphs or each.engine.given_up)]
+            mixed = [each for each in kinds if not each.is_decided]
             for other in mixed:
                 self._notes += other.engine.notes
                 other.engine.close()
