@@ -19,13 +19,18 @@ _ALL = "full"
 _RAISES_FROM_ERROR = sys.version_info >= (3, 11)
 
 
+def shows_all_frames() -> bool:
+    """True if the user asks for all frames."""
+    return os.environ.get(_SETTING) == _ALL
+
+
 def leave_users_frames(error: BaseException) -> None:
     """Take the frames of libraries out of the tracebacks of an error and of its causes.
 
     To be called where an error leaves, by code that raises it again. Errors of the user's code are left
     as they are; `CUDAGRAPH_TRACEBACK=full` in the environment keeps all frames.
     """
-    if not isinstance(error, UnsupportedError) or os.environ.get(_SETTING) == _ALL:
+    if not isinstance(error, UnsupportedError) or shows_all_frames():
         return
     seen: set[int] = set()
     cause: BaseException | None = error
