@@ -81,7 +81,7 @@ def _doctor(args: list[str]) -> int:
     if not args[0].startswith("-") and (len(args) > 1 or ":" not in args[0]):
         print(_USAGE, file=sys.stderr)
         return 2
-    remedy = "Make these without the doctor, from the same folder, and mend what is raised there."
+    remedy = "Make module, data and trainer without the doctor, and mend what is raised there."
     try:
         with redirect_stdout(sys.stderr):  # what the steps print is not part of the report
             module, data, trainer = (
@@ -121,7 +121,13 @@ def _of_config(args: list[str]) -> _Made:
 def _of_function(name: str) -> _Made:
     path, _, function = name.partition(":")
     made: Any = getattr(import_module(path.removesuffix(".py").replace("/", ".")), function)()
-    return (*(made if isinstance(made, tuple) else (made,)), None, None)[:3]
+    module, data, trainer = (*(made if isinstance(made, tuple) else (made,)), None, None)[:3]
+    if not isinstance(module, pl.LightningModule):
+        raise TypeError(
+            f"`{name}` returned a `{type(module).__qualname__}`; expected a `LightningModule`, or a"
+            " tuple of it, its data and a `Trainer`."
+        )
+    return module, data, trainer
 
 
 def _callback_of(trainer: pl.Trainer | None) -> CUDAGraphCallback:

@@ -171,7 +171,7 @@ def _name_of(given: Any) -> str:
 def _report(
     module: pl.LightningModule,
     found: tuple[Finding, ...],
-    others: Iterator[str],
+    others: list[str],
     summary: RunSummary,
     estimate: Estimate | None,
 ) -> DiagnosisReport:

@@ -57,16 +57,12 @@ def _logger(logger: Logger, folder: str) -> Logger:
         name: None if name == _EXPERIMENT else _copied(value, memo)
         for name, value in vars(logger).items()
     }
-    if not _writes_files(logger):
-        return _with(_silenced(type(logger)), attributes)
-    root = logger.save_dir
-    return _with(
-        type(logger), {name: folder if value == root else value for name, value in attributes.items()}
-    )
-
-
-def _with(kind: type, attributes: dict[str, Any]) -> Any:
-    """Make an object without calling its `__init__`."""
+    kind = type(logger)
+    if _writes_files(logger):
+        root = logger.save_dir
+        attributes = {name: folder if value == root else value for name, value in attributes.items()}
+    else:
+        kind = _silenced(kind)
     made = object.__new__(kind)
     vars(made).update(attributes)
     return made
