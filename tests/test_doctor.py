@@ -609,6 +609,21 @@ def test_manual_optimization(accelerator: str) -> None:
     assert report.estimate is None
 
 
+def test_a_path_that_was_not_examined_is_told(accelerator: str) -> None:
+    class Shows(GAN):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+            if batch_idx % 10 == 0:
+                print(self.generator[0].weight.sum().item())
+
+    data = circle(64 * 24)
+    report = CUDAGraphCallback().check(make(lambda: Shows(width=8)), data, _trainer(accelerator))
+    assert report.is_captured, report
+    (told,) = (note for note in report.notes if "`batch_idx % 10 == 0`" in note)
+    assert told.startswith("1 warm-up step(s) of another batch signature: ")
+    assert f"{HERE}:" in told
+
+
 def raises_in_its_step() -> Any:
     class Broken(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -190,7 +190,16 @@ class StepRun:
         notes = [*self._context.verifier.notes, *self._notes]
         notes += [note for each in self._specializations.values() for note in each.engine.notes]
         off = notes_of_captures(self.backend.device)
-        return list(dict.fromkeys([*notes, *off]))
+        return list(dict.fromkeys([*notes, *self._undecided(), *off]))
+
+    def _undecided(self) -> Iterator[str]:
+        """Kinds that have come too seldom for a capture, beside others with graphs."""
+        kinds = self._specializations.values()
+        captured = [each.signature for each in kinds if each.engine.has_graphs]
+        for kind in kinds:
+            if captured and not kind.is_decided:
+                why = self._wording.of(captured[0].difference(kind.signature))
+                yield f"{kind.calls} warm-up step(s) of another {self._wording.signature}: {why}"
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function in the phase of its arguments.
