@@ -656,6 +656,13 @@ def test_a_script_with_a_bug_has_a_status_of_its_own(
     assert "Traceback" not in told.err
 
 
+def test_an_error_in_the_step_has_the_frames_of_the_user(accelerator: str) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        CUDAGraphCallback().check(*raises_in_its_step())
+    assert [entry.name for entry in caught.traceback if entry.path == HERE][1:] == ["training_step"]
+    assert len(caught.traceback) <= 4
+
+
 class OwnLogger(Logger):
     """A logger as a user writes it, which notes its calls."""
 

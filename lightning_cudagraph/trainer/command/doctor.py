@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph.checks.guards.guards import Change
+from lightning_cudagraph.device.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import Finding, UnsupportedError
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
@@ -51,9 +52,16 @@ def examine(
         module: the module.
         batches: a dataloader, a datamodule, or one batch; None for the module's own dataloader.
         trainer: a trainer that will run nothing else; None for a plain one.
+
+    Raises:
+        Exception: of the user's code, with a traceback of the user's frames.
     """
-    with TemporaryDirectory() as folder:
-        return _examine(callback, module, batches, trainer, folder)
+    try:
+        with TemporaryDirectory() as folder:
+            return _examine(callback, module, batches, trainer, folder)
+    except Exception as error:
+        leave_users_frames(error, of_any=True)
+        raise
 
 
 def _examine(
