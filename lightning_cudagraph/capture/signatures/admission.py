@@ -73,9 +73,11 @@ class Admission(Generic[T]):
         before = [*candidate.came]
         graphs.batches += 1
         candidate.came.append(graphs.batches)
-        if candidate.refused or not self._has_earned(signature, accumulation, before):
+        if candidate.refused:
+            return candidate.refused
+        if not self._has_earned(signature, accumulation, before):
             self._run.counts.eager_by_signature += 1
-            return candidate.refused or self._another(signature)
+            return self._another(signature)
         return ""
 
     def _has_earned(
