@@ -86,8 +86,9 @@ class CUDAGraphCallback(Callback):
             or more, on one GPU and without accumulation, up to 10 further steps as without this
             callback, measured for the first line of the report. With `DDPStrategy`, warm-up goes on
             until gradients have been averaged eleven times, as the wrapper needs.
-        on_unsupported: ``"raise"`` an error if the step cannot be captured, or train on without a graph
-            (``"eager"``) and give the reason in the report.
+        on_unsupported: ``"raise"`` an error if the first capture of the run fails, or train on without a
+            graph (``"eager"``) and give the reason in the report. A later capture that fails leaves only
+            its own steps eager.
         timings: the layers that are timed by events in the graph; None for none.
         verify: the replays that are compared, bit for bit, with an eager step from the same state on the
             same batch; None for none.
@@ -208,7 +209,8 @@ class CUDAGraphCallback(Callback):
             module: the module.
             batches: a dataloader, a datamodule, or one batch; None for the module's own dataloader.
             trainer: a trainer with the arguments of the run, which is of no use afterwards: it takes a
-                few steps, without loggers and checkpoints. None for one with Lightning's defaults.
+                few steps, with stand-ins for loggers and checkpoints. None for one with Lightning's
+                defaults.
 
         Returns:
             The report, with `findings`, `notes`, `estimate` and `is_captured`; `str` of it is what the

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import random
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
@@ -122,7 +126,7 @@ def _planted(mark: str = "FIND") -> dict[int, str]:
 
 
 def _trainer(accelerator: str, **kwargs: Any) -> Trainer:
-    return Trainer(accelerator=accelerator, devices=1, logger=False, **kwargs)
+    return Trainer(accelerator=accelerator, devices=1, **{"logger": False, **kwargs})
 
 
 def test_all_that_is_planted_is_found_in_one_run(accelerator: str) -> None:
@@ -605,6 +609,21 @@ def test_manual_optimization(accelerator: str) -> None:
     assert report.estimate is None
 
 
+def test_a_path_that_was_not_examined_is_told(accelerator: str) -> None:
+    class Shows(GAN):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+            if batch_idx % 10 == 0:
+                print(self.generator[0].weight.sum().item())
+
+    data = circle(64 * 24)
+    report = CUDAGraphCallback().check(make(lambda: Shows(width=8)), data, _trainer(accelerator))
+    assert report.is_captured, report
+    (told,) = (note for note in report.notes if "`batch_idx % 10 == 0`" in note)
+    assert told.startswith("1 warm-up step(s) of another batch signature: ")
+    assert f"{HERE}:" in told
+
+
 def raises_in_its_step() -> Any:
     class Broken(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -618,6 +637,7 @@ def raises_in_its_step() -> Any:
     [
         ("tests.test_doctor:raises_in_its_step", "ZeroDivisionError: a bug of the script"),
         ("tests.test_doctor:gone", "has no attribute 'gone'"),
+        ("tests.test_doctor:_planted", "`tests.test_doctor:_planted` returned a `"),
         ("no_such_script:make", "No module named 'no_such_script'"),
     ],
 )
@@ -628,8 +648,152 @@ def test_a_script_with_a_bug_has_a_status_of_its_own(
         main(["doctor", function])
     assert ended.value.code == 2
     told = capsys.readouterr()
-    assert words in told.err
     assert told.out == ""
+    what, where, remedy = told.err.splitlines()[-3:]
+    assert words in what
+    assert ("ZeroDivisionError" in what) == (f"{HERE}:" in where)
+    assert remedy.startswith("  Remedy: ")
+    assert "Traceback" not in told.err
+
+
+def test_an_error_in_the_step_has_the_frames_of_the_user(accelerator: str) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        CUDAGraphCallback().check(*raises_in_its_step())
+    assert [entry.name for entry in caught.traceback if entry.path == HERE][1:] == ["training_step"]
+    assert len(caught.traceback) <= 4
+
+
+class OwnLogger(Logger):
+    """A logger as a user writes it, which notes its calls."""
+
+    name = version = "own"
+    calls: ClassVar[SimpleQueue[str]] = SimpleQueue()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.rows = 0.5, [1.0]
+
+    @property
+    def experiment(self) -> Any:
+        self.calls.put("experiment")
+        return self
+
+    def add_image(self, *args: Any) -> None:
+        self.calls.put("add_image")
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.put("log_metrics")
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.put("log_hyperparams")
+
+
+class UsesTrainer(Net):
+    def __init__(self, use: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.use = use
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        scale = self.use(self, loss)
+        return loss if scale is None else loss * scale
+
+
+# With the logger, and what is refused.
+USES: dict[str, tuple[Callable[[Any, Tensor], Any], Any, str]] = {
+    "scalars": (
+        lambda net, loss: net.logger.experiment.add_scalar("loss", loss, 0),
+        lambda path: TensorBoardLogger(path),
+        "`SummaryWriter.add_scalar`",
+    ),
+    "a row": (
+        lambda net, loss: net.logger.log_metrics({"loss": 1.0}),
+        lambda path: CSVLogger(path, version=3),
+        "`CSVLogger.log_metrics`",
+    ),
+    "a folder": (lambda net, loss: Path(net.logger.save_dir) and None, CSVLogger, ""),
+    "a checkpoint": (
+        lambda net, loss: net.trainer.checkpoint_callback.best_model_path[:0] or None,
+        lambda path: TensorBoardLogger(path),
+        "",
+    ),
+    "an attribute": (lambda net, loss: net.logger.scale, lambda path: OwnLogger(), ""),
+    "a class": (
+        lambda net, loss: 2 if isinstance(net.logger, OwnLogger) else loss.item(),
+        lambda path: OwnLogger(),
+        "",
+    ),
+    "a list": (lambda net, loss: net.logger.rows.append(1), lambda path: OwnLogger(), "`rows`"),
+    "a row of its own": (
+        lambda net, loss: net.logger.log_metrics({"loss": loss}),
+        lambda path: OwnLogger(),
+        "`OwnLogger.log_metrics`",
+    ),
+}
+
+
+@pytest.mark.spread
+@pytest.mark.parametrize("case", USES)
+def test_loggers_and_checkpoints_are_seen_and_write_nothing(
+    accelerator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """As in a `fit`, which has the same finding or none."""
+    use, logger, words = USES[case]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def trainer(path: Path) -> Trainer:
+        return _trainer(
+            accelerator,
+            logger=logger(path),
+            default_root_dir=path,
+            enable_checkpointing=True,
+            max_epochs=4,
+            log_every_n_steps=1,
+        )
+
+    OwnLogger.calls = SimpleQueue()
+    one = trainer(tmp_path)
+    report = CUDAGraphCallback().check(make(lambda: UsesTrainer(use)), loader(ragged=False), one)
+    assert [*tmp_path.rglob("*")] == []
+    assert OwnLogger.calls.empty()
+    assert any("`OwnLogger` was not called" in note for note in report.notes) == (
+        "OwnLogger" in str(logger(tmp_path))
+    )
+    assert report.is_captured == (not words)
+    found = [finding.what for finding in report.findings if "Between two steps" not in finding.what]
+    fit = trainer(tmp_path / "fit")
+    fit.callbacks.append(CUDAGraphCallback())
+    with pytest.raises(CaptureError, match=words) if words else nullcontext() as caught:
+        fit.fit(make(lambda: UsesTrainer(use)), loader(ragged=False), loader(seed=1, batches=2))
+    in_fit = [finding.what for finding in caught.value.findings] if words else []
+    assert found == [what for what in in_fit if "of the class `OwnLogger`" not in what]  # its notes
+
+
+def test_the_experiment_of_an_own_logger(accelerator: str) -> None:
+    def use(net: Any, loss: Tensor) -> None:
+        net.logger.experiment.config.update({})
+        net.logger.experiment.add_image(loss)
+
+    OwnLogger.calls = SimpleQueue()
+    trainer = _trainer(accelerator, logger=OwnLogger())
+    report = CUDAGraphCallback().check(make(lambda: UsesTrainer(use)), loader(ragged=False), trainer)
+    assert OwnLogger.calls.empty()
+    assert "`OwnLogger.experiment.add_image`" in report.findings[0].what
+
+
+def test_without_a_trainer_there_is_lightnings_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def use(net: Any, loss: Tensor) -> None:
+        assert net.trainer.checkpoint_callback.best_model_path == ""
+        net.logger.experiment.add_scalar("loss", loss, 0)
+
+    report = CUDAGraphCallback().check(make(lambda: UsesTrainer(use)), loader(ragged=False))
+    assert "`SummaryWriter.add_scalar`" in report.findings[0].what
+    assert [*tmp_path.iterdir()] == []
 
 
 def make_planted() -> Any:

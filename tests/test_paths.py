@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +259,90 @@ def test_control_without_notes_of_reads(
     monkeypatch.setattr(HostReads, "_note", lambda self, read: None)
     with pytest.raises(AssertionError, match="loss"):
         both(tmp_path, accelerator, alternates, CUDAGraphCallback(verify=None))
+
+
+class Prints(Net):
+    """Prints its loss on a path, in automatic or in manual optimization."""
+
+    def __init__(self, is_automatic: bool, prints: Callable[[Prints, Any], Any]) -> None:
+        super().__init__(lambda p: torch.optim.AdamW(p, lr=1e-2))
+        self.automatic_optimization = is_automatic
+        self.prints = prints
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        if self.prints(self, batch_idx):
+            print(f"printed: {loss.item()}")
+        return loss if self.automatic_optimization else None
+
+
+# With the steps on the path, and the change that leads to another capture.
+LATER: dict[str, tuple[Callable[[Prints, Any], Any], int, str]] = {
+    "seldom": (lambda net, index: index % 5 == 0, 4 * 5, ""),
+    "from an epoch on": (lambda net, index: net.current_epoch >= 2, 2 * BATCHES, "from 1 to 2"),
+    "seldom from an epoch on": (
+        lambda net, index: net.current_epoch >= 1 and index < 5,
+        3 * 5,
+        "from 0 to 1",
+    ),
+}
+_USUAL = [(False, "seldom", "raise"), (True, "from an epoch on", "raise")]
+
+
+@pytest.mark.parametrize(
+    ("is_automatic", "case", "on_unsupported"),
+    [
+        pytest.param(*each, marks=[] if each in _USUAL else pytest.mark.long)
+        for each in product((True, False), LATER, ("raise", "eager"))
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+def test_a_path_without_a_graph(
+    tmp_path: Path,
+    accelerator: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    is_automatic: bool,
+    case: str,
+    on_unsupported: Any,
+) -> None:
+    """It is eager alone, also if it has had a graph before a change, and one line tells why."""
+    prints, steps, change = LATER[case]
+    with caplog.at_level(logging.INFO):
+        plain, graph = (
+            train(
+                make(lambda: Prints(is_automatic, prints)),
+                tmp_path / name,
+                callback,
+                train_loader=loader(batches=BATCHES, ragged=False),
+                accelerator=accelerator,
+                max_epochs=4,
+            )
+            for name, callback in (
+                ("plain", None),
+                ("graph", CUDAGraphCallback(on_unsupported=on_unsupported)),
+            )
+        )
+    assert_same(plain, graph)
+    printed = re.findall("printed: .*", capsys.readouterr().out)
+    assert printed[:steps] == printed[steps:]
+    assert len(printed) == 2 * steps
+    counts = graph.counts
+    assert sum(counts.eager.values()) + counts.warmed_up + counts.replayed == 4 * BATCHES
+    assert any(f"{__file__}:" in reason for reason in counts.eager)
+    assert counts.eager_by_signature <= 8  # before its capture: others have no remedy in the batch
+    others = 4 * BATCHES - steps
+    assert counts.replayed > others // 2
+    (line,) = (message for message in caplog.messages if " run eagerly" in message)
+    assert re.search(rf"run eagerly.*{change}.*`\.item\(\)`.*{__file__}:\d+.*Remedy: Keep", line)
+    assert ("since a change" in line) == bool(change)
 
 
 class Counting(Net):

@@ -420,6 +420,29 @@ def test_a_failed_capture_has_done_nothing(accelerator: str) -> None:
         assert not differences(before, loop.state())
 
 
+class Shows(Loop):
+    """Reads its loss in calls with another argument."""
+
+    steps = 16
+
+    def step(self, x: Tensor, y: Tensor, shows: bool) -> Any:
+        loss = super().step(x, y)
+        return loss.item() if shows else loss
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        return step(x, y, index % 3 == 0)
+
+
+def test_calls_of_another_kind_without_a_graph(
+    accelerator: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = assert_equal_runs(lambda: Shows(device_of(accelerator)), 7)
+    assert (step.summary.calls.warmed_up, sum(step.summary.calls.eager.values())) == (6, 3)
+    (line,) = caplog.messages
+    assert "run eagerly" in line
+    assert "`.item()`" in line
+
+
 class Planted(Loop):
     """A `queue.Queue` hides a number from every audit and guard."""
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.invalidation import Invalidation
-from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
@@ -124,10 +123,8 @@ class Captures(Generic[T]):
         copies: GradientCopies,
         streams: StreamChoice,
         compiled: CompiledCode,
-        admission: Admission[T],
         warm_ups: WarmUps,
     ) -> None:
-        self._admission = admission
         self._warm_ups = warm_ups
         self._run = run
         self._guards = guards
@@ -170,10 +167,7 @@ class Captures(Generic[T]):
             tried.failure = None
             reason = failure.reason
             try:
-                if self._admission.is_later(signature):
-                    self._admission.refuse(signature, failure)
-                else:
-                    reason = self._standing.unsupported(failure)  # in the words of the front end
+                reason = self._standing.unsupported(failure, signature)  # in the words of the front end
             except UnsupportedError:
                 if self._examine(step, failure):
                     raise

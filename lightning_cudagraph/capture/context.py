@@ -53,8 +53,6 @@ class RunContext:
         on_capture: called after each capture with the step and its host time in milliseconds.
         earns_graphs: signatures after the first earn their graphs, and replace the least recently used
             ones; otherwise the first ones get them.
-        spares_later: engines have one signature each, and one that cannot be captured when others have
-            graphs runs eagerly.
         is_examined: True if one more step is taken and examined before the error of a capture is raised.
     """
 
@@ -73,7 +71,6 @@ class RunContext:
     counts: StepCounts = field(default_factory=StepCounts)
     is_examined: bool = False
     earns_graphs: bool = False
-    spares_later: bool = False
     verifier: Verifier = field(init=False)
     signatures: Signatures = field(init=False)
 

@@ -74,7 +74,7 @@ class StepEngine(Generic[T]):
         graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device, run.signatures, reads)
         self._graphs = graphs
         self._admission = admission = Admission(run, graphs, self._warm_ups)
-        self._standing = standing = Invalidation(run, guards, graphs, self._warm_ups, copies)
+        self._standing = standing = Invalidation(run, guards, graphs, self._warm_ups, copies, admission)
         self._plans = Plans(run, graphs, standing, self._warm_ups, copies, is_settled, admission)
         self._captures = Captures(
             run,
@@ -84,7 +84,6 @@ class StepEngine(Generic[T]):
             copies,
             self._streams,
             self._compiled,
-            admission,
             self._warm_ups,
         )
         self._replays = Replays(run, graphs, standing, copies, admission)
@@ -188,11 +187,7 @@ class StepEngine(Generic[T]):
                 # code raised it, the eager step raises it again, with the usual effects.
                 done = self._eager(step, reason)
                 if raised:
-                    error = _only_in_the_capture(reason)
-                    if self._admission.is_later(signature):
-                        self._admission.refuse(signature, error)
-                    else:
-                        self._standing.unsupported(error)
+                    self._standing.unsupported(_only_in_the_capture(reason), signature)
                 return done
             self._graphs.add(signature, step, captured)
             self._admission.captured(signature)
@@ -238,6 +233,10 @@ class StepEngine(Generic[T]):
         """True if all later steps are eager."""
         return self._standing.given_up is not None
 
+    def is_refused(self, signature: Signature) -> bool:
+        """True if steps of a signature are eager, because a capture has failed."""
+        return self._admission.is_refused(signature)
+
     @property
     def notes(self) -> list[str]:
         """Notes on the captures, for the report."""
@@ -272,9 +271,9 @@ class StepEngine(Generic[T]):
         self._admission.refuse(signature, error)
         return True
 
-    def unsupported(self, error: UnsupportedError) -> None:
-        """React to a step that cannot be captured: narrow the scope, raise, or give up."""
-        self._standing.unsupported(error)
+    def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> None:
+        """React to a step that cannot be captured, of a signature or of any."""
+        self._standing.unsupported(error, signature)
 
     def leave(self) -> None:
         """Prepare for a replay by another engine: move gradients out of the memory pool."""

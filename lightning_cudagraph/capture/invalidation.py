@@ -6,10 +6,12 @@ from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 from lightning_cudagraph.capture.context import RunContext
+from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.checks.guards.guards import Guards
-from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.errors import UnsupportedError, VerificationError
+from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.external_references import GradientCopies
 
 T = TypeVar("T")
@@ -35,7 +37,9 @@ class Invalidation(Generic[T]):
         graphs: GraphsBySignature[T],
         warm_ups: WarmUps,
         copies: GradientCopies,
+        admission: Admission[T],
     ) -> None:
+        self._admission = admission
         self._run = run
         self._backend = run.backend
         self._guards = guards
@@ -112,17 +116,26 @@ class Invalidation(Generic[T]):
         self._guards.drop()
         self._warm_ups.forget()
 
-    def unsupported(self, error: UnsupportedError) -> str:
-        """React to a step that cannot be captured: narrow the scope, raise, or give up.
+    def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> str:
+        """React to a step that cannot be captured.
+
+        If others have graphs, or the step had one before a change, its signature alone goes without.
+        Otherwise this is the first capture of the run: narrow the scope, raise, or give up.
 
         Returns:
             Why this step is eager; what narrows the scope has been announced with its reason.
         """
-        self._run.wording.rephrase(error)
-        if self._run.narrow(error):
+        run = self._run
+        run.wording.rephrase(error)
+        is_later = signature is not None and self._admission.is_later(signature)
+        if not is_later and run.narrow(error):
             self.forget()
             return "a smaller part of the step is captured from then on"
-        if self._run.settings.raise_unsupported:
+        had_graphs = bool(run.counts.recaptures) and not isinstance(error, VerificationError)
+        if signature is not None and (is_later or had_graphs):
+            self._admission.refuse(signature, error, "" if is_later else self.dropped)
+            return error.reason
+        if run.settings.raise_unsupported:
             raise error
         self.give_up(error.reason)
         return error.reason

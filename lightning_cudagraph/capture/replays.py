@@ -116,7 +116,7 @@ class Replays(Generic[T]):
             if not captured.is_checked_apart:
                 put_back_gradients()
             signature = step.signature
-            if signature is not None and not captured.replays and self._admission.is_later(signature):
+            if signature is not None and not captured.replays and len(self._graphs) > 1:
                 self._admission.refuse(signature, error)
             elif isinstance(error, StaleGraphError):
                 self._standing.drop(error.reason)

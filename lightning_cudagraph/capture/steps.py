@@ -38,7 +38,7 @@ class StepCounts:
     Attributes:
         evictions: signatures with released graphs, in favour of others.
         eager: eager steps by reason, without warm-up.
-        eager_by_signature: batches that were to run eagerly, because their signature has no graph.
+        eager_by_signature: batches that were to run eagerly: their signature had not earned a graph.
         recaptures: the reasons of invalidations, in order.
         not_captured: the reason why nothing was captured, if batches have too many signatures.
     """

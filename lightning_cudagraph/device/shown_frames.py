@@ -19,13 +19,21 @@ _ALL = "full"
 _RAISES_FROM_ERROR = sys.version_info >= (3, 11)
 
 
-def leave_users_frames(error: BaseException) -> None:
+def shows_all_frames() -> bool:
+    """True if the user asks for all frames."""
+    return os.environ.get(_SETTING) == _ALL
+
+
+def leave_users_frames(error: BaseException, of_any: bool = False) -> None:
     """Take the frames of libraries out of the tracebacks of an error and of its causes.
 
-    To be called where an error leaves, by code that raises it again. Errors of the user's code are left
-    as they are; `CUDAGRAPH_TRACEBACK=full` in the environment keeps all frames.
+    To be called where an error leaves, by code that raises it again. `CUDAGRAPH_TRACEBACK=full` in the
+    environment keeps all frames.
+
+    Args:
+        of_any: also of an error of the user's code, which is left as it is otherwise.
     """
-    if not isinstance(error, UnsupportedError) or os.environ.get(_SETTING) == _ALL:
+    if not (of_any or isinstance(error, UnsupportedError)) or shows_all_frames():
         return
     seen: set[int] = set()
     cause: BaseException | None = error

@@ -98,6 +98,12 @@ class _Specialization:
             and static.leaves_of(arguments.batch, device_type) is not None
         )
 
+    @property
+    def is_decided(self) -> bool:
+        """True if a capture has succeeded, or has failed for good."""
+        engine = self.engine
+        return engine.has_graphs or engine.given_up or engine.is_refused(self.signature)
+
     @contextmanager
     def learning(self, lent: Collection[int]) -> Iterator[None]:
         """Watch a warm-up step, to which some memory is lent."""
@@ -157,7 +163,6 @@ class StepRun:
             processes,
             settings.max_graphs,
             self._optimizers.learning_rates,
-            spares_later=reads is not None,
         )
         self.counts = self._context.counts
 
@@ -185,7 +190,16 @@ class StepRun:
         notes = [*self._context.verifier.notes, *self._notes]
         notes += [note for each in self._specializations.values() for note in each.engine.notes]
         off = notes_of_captures(self.backend.device)
-        return list(dict.fromkeys([*notes, *off]))
+        return list(dict.fromkeys([*notes, *self._undecided(), *off]))
+
+    def _undecided(self) -> Iterator[str]:
+        """Kinds that have come too seldom for a capture, beside others with graphs."""
+        kinds = self._specializations.values()
+        captured = [each.signature for each in kinds if each.engine.has_graphs]
+        for kind in kinds:
+            if captured and not kind.is_decided:
+                why = self._wording.of(captured[0].difference(kind.signature))
+                yield f"{kind.calls} warm-up step(s) of another {self._wording.signature}: {why}"
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function in the phase of its arguments.
@@ -238,11 +252,11 @@ class StepRun:
         signature = self._signature(arguments, kind.mode)
         outcome = kind.engine.step(step, self._refresh, signature)
         kinds = [*self._specializations.values()]
-        if self.counts.captures != captures:
-            kind.signature = signature  # that of the graph: others will differ by what later steps read
+        if self.counts.captures != captures or kind.engine.is_refused(signature):
+            kind.signature = signature  # that of the capture: others will differ by what steps read
         if self._reads.version != version:
             # Steps of several kinds have warmed up what has no graph.
-            mixed = [each for each in kinds if not (each.engine.has_graphs or each.engine.given_up)]
+            mixed = [each for each in kinds if not each.is_decided]
             for other in mixed:
                 self._notes += other.engine.notes
                 other.engine.close()

@@ -74,8 +74,9 @@ class GraphedStep(Generic[P, R]):
         warmup_steps: number of eager calls before the capture.
         verify: the replays that are compared, bit for bit, with an eager call from the same state; None
             for none.
-        on_unsupported: ``"raise"`` an error if the function cannot be captured, or call it eagerly from
-            then on (``"eager"``) and give the reason in the report.
+        on_unsupported: ``"raise"`` an error if the first capture fails, or call the function eagerly
+            from then on (``"eager"``) and give the reason in the report. A later capture that fails
+            leaves only its own calls eager.
         harmless: names, as the errors give them, of host code in the function that may be frozen by the
             capture and left out of replays.
         backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` require

@@ -33,6 +33,7 @@ from lightning_cudagraph.checks.audit.walker import Root
 from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
 from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.trainer.logs.silent import Silent
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 
 # Attributes of every module that belong to torch and Lightning.
@@ -144,7 +145,7 @@ def host_rules(
 
     def records(value: Any) -> bool:
         # Read from `vars`, because the getter `experiment` would make one.
-        return isinstance(value, Logger) or any(
+        return isinstance(value, (Logger, Silent)) or any(
             value is not None and value is vars(logger).get("_experiment") for logger in trainer.loggers
         )
 

@@ -696,6 +696,31 @@ def a_capture_that_one_refuses_goes_on(here: Here) -> None:
     assert any(".item()" in reason for reason in graph.counts.eager), graph.counts
 
 
+class ReadsLaterOnOne(Net):
+    """On one process, the step reads a value back to the host from some epoch on."""
+
+    reads = False
+
+    def on_train_epoch_start(self) -> None:
+        self.reads = self.trainer.global_rank == 1 and self.current_epoch >= 4
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if self.reads:
+            result["loss"].item()
+        return result
+
+
+def a_later_capture_that_one_refuses(here: Here) -> None:
+    """After a change in one process, which leads to another capture in all: all go on eagerly."""
+    _, graph = here.assert_same_runs(
+        build=ReadsLaterOnOne, max_epochs=7, train_loader=loader(False, batches=14)
+    )
+    assert graph.counts.captures == len(graph.counts.recaptures) == 1, graph.counts
+    assert graph.counts.replayed >= 10, graph.counts
+    assert any(".item()" in reason for reason in graph.counts.eager), graph.counts
+
+
 class _ReadsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ AGREED_LONG = (
     "two_shapes_in_all",
     "two_shapes_apart",
     "a_guard_in_one_process",
+    "a_later_capture_that_one_refuses",
     "another_shape_over_sockets",
     "a_capture_that_one_refuses_over_sockets",
     "a_check_that_one_fails_alone_goes_on",

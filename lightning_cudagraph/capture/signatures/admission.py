@@ -73,9 +73,11 @@ class Admission(Generic[T]):
         before = [*candidate.came]
         graphs.batches += 1
         candidate.came.append(graphs.batches)
-        if candidate.refused or not self._has_earned(signature, accumulation, before):
+        if candidate.refused:
+            return candidate.refused
+        if not self._has_earned(signature, accumulation, before):
             self._run.counts.eager_by_signature += 1
-            return candidate.refused or self._another(signature)
+            return self._another(signature)
         return ""
 
     def _has_earned(
@@ -119,9 +121,8 @@ class Admission(Generic[T]):
         return self._first is None and bool(self._run.counts.not_captured)
 
     def is_later(self, signature: Signature) -> bool:
-        """True if other signatures have graphs, so that this one alone can be left without."""
-        others = len(self._graphs) - (signature in self._graphs)
-        return others > 0 or (self._run.spares_later and self._run.signatures.has_others(signature))
+        """True if others have graphs, in any engine, so that this one alone can be left without."""
+        return self._run.signatures.has_others(signature)
 
     def begin_warm_up(self, signature: Signature) -> None:
         """Begin the warm-up of a signature."""
@@ -163,14 +164,23 @@ class Admission(Generic[T]):
             return []
         return [f"times are of batches of one {self._run.wording.signature}, the first that had a graph"]
 
-    def refuse(self, signature: Signature, error: UnsupportedError) -> None:
-        """Run all later batches of this signature eagerly; others keep their graphs."""
+    def refuse(self, signature: Signature, error: UnsupportedError, change: str = "") -> None:
+        """Run all later batches of this signature eagerly; others keep their graphs.
+
+        Args:
+            change: why the graph that it had is invalid, if it had one.
+        """
         self._graphs.discard(signature)
-        wording = self._run.wording
+        wording, reason = self._run.wording, self._run.wording.of(error.reason)
         candidate = self._candidates.setdefault(signature, _Candidate())
-        candidate.refused = f"a {wording.signature} without a graph: {wording.of(error.reason)}"
-        said = wording.of(f"{error.reason} Remedy: {error.remedy}")
-        self._run.announce(f"Batches of one {wording.signature} run eagerly: {said}")
+        candidate.refused = f"a {wording.signature} without a graph: {reason}"
+        since = f" since a change ({change})" if change else ""
+        said = f"{reason} Remedy: {wording.of(error.remedy)}"
+        self._run.announce(f"Batches of one {wording.signature} run eagerly{since}: {said}")
+
+    def is_refused(self, signature: Signature) -> bool:
+        """True if batches of this signature run eagerly, because a capture has failed."""
+        return signature in self._candidates and bool(self._candidates[signature].refused)
 
     @property
     def remedy(self) -> str:

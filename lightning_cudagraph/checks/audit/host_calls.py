@@ -92,7 +92,8 @@ _RECORDERS = frozenset(
     )
 )
 _WRITERS = _RECORDERS | {"numpy", "tqdm", "rich"}
-_RECORDING = ("add_", "log", "write", "save", "track", "report_", "append", "upload", "record")
+# The beginnings of the names of methods that write.
+RECORDING = ("add_", "log", "write", "save", "track", "report_", "append", "upload", "record")
 _STDLIB_DIR = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _SITE = "-packages" + os.sep
 _DYNAMO = ("torch._compile", "torch._dynamo")
@@ -310,7 +311,7 @@ class HostCalls:
                 refuse(_lost_effect(name, user_frame(asker), remedy))
         elif key in self._effects:
             self._refuse_effect(self._effects[key], asker, frame, is_python=True)
-        elif code.co_name.startswith(_RECORDING):
+        elif code.co_name.startswith(RECORDING):
             self._record_call(frame, asker)
 
     def _enters_a_package(self, frame: FrameType, caller: FrameType) -> bool:
@@ -344,6 +345,8 @@ class HostCalls:
         receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if code.co_name in _WRITES_TO_FILES and issubclass(type(receiver), io.IOBase):
             self._refuse_effect(_name_of_file(receiver, code.co_name), asker, frame, is_python=True)
+        if _is_property(type(receiver), code.co_name):  # `save_dir`
+            return
         package = str(frame.f_globals.get("__name__", ""))
         if self._rules.records(receiver) or (
             package.partition(".")[0] in _RECORDERS or package.startswith("torch.utils.tensorboard")
@@ -510,6 +513,10 @@ class HostCalls:
                         if name in values and cell.cell_contents is values[name]:
                             self._state.add(Root(cell, name, of))
         self._state.add(*(Root(value, name, of) for name, value in values.items()))
+
+
+def _is_property(kind: type, name: str) -> bool:
+    return any(isinstance(vars(base).get(name), property) for base in kind.__mro__)
 
 
 def _numpys_state() -> Any:

@@ -17,10 +17,13 @@ from lightning_utilities.core.imports import RequirementCache
 # By its public name, as scripts do: the callback is above this folder.
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
+from lightning_cudagraph.device.sentry.sentry import location_of
+from lightning_cudagraph.device.shown_frames import shows_all_frames
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
 _CLI_REQUIREMENT = RequirementCache("jsonargparse[signatures]>=4.39")
+# A module, its data and a trainer.
+_Made = tuple[Any, Any, Any]
 _DOCTOR = "doctor"
 _JSON = "--json"
 _USAGE = """usage: lightning-cudagraph doctor [--json] --config FILE ...
@@ -78,30 +81,53 @@ def _doctor(args: list[str]) -> int:
     if not args[0].startswith("-") and (len(args) > 1 or ":" not in args[0]):
         print(_USAGE, file=sys.stderr)
         return 2
+    remedy = "Make module, data and trainer without the doctor, and mend what is raised there."
     try:
         with redirect_stdout(sys.stderr):  # what the steps print is not part of the report
-            report = _of_config(args) if args[0].startswith("-") else _of_function(args[0])
-    except Exception:
+            module, data, trainer = (
+                _of_config(args) if args[0].startswith("-") else _of_function(args[0])
+            )
+            remedy = "Mend it where a `fit` without the callback raises it too; else please report it."
+            report = _callback_of(trainer).check(module, data, trainer)
+    except Exception as error:
         # Python would end with status 1, which says that the step was examined.
-        traceback.print_exc()
+        print("\n".join(_lines_of(error, remedy)), file=sys.stderr)
+        if shows_all_frames():
+            traceback.print_exc()
         return 2
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)
     return 0 if report.is_captured else 1
 
 
-def _of_config(args: list[str]) -> DiagnosisReport:
+def _lines_of(error: Exception, remedy: str) -> list[str]:
+    """An error of the user's code: what, where, and what to do."""
+    what = f"{type(error).__name__}: {error}"
+    where = location_of(error)
+    return [
+        f"The step could not be examined. {' '.join(what.split())}",
+        f"  found at {where or 'no line of yours'}",
+        f"  Remedy: {remedy}",
+    ]
+
+
+def _of_config(args: list[str]) -> _Made:
     _require_cli()
     # LightningCLI warns of arguments that are passed to it besides these.
     with setting(sys, argv=[sys.argv[0], *args]):
         cli = LightningCLI(run=False, save_config_callback=None, seed_everything_default=1)
-    return _callback_of(cli.trainer).check(cli.model, cli.datamodule, cli.trainer)
+    return cli.model, cli.datamodule, cli.trainer
 
 
-def _of_function(name: str) -> DiagnosisReport:
+def _of_function(name: str) -> _Made:
     path, _, function = name.partition(":")
     made: Any = getattr(import_module(path.removesuffix(".py").replace("/", ".")), function)()
     module, data, trainer = (*(made if isinstance(made, tuple) else (made,)), None, None)[:3]
-    return _callback_of(trainer).check(module, data, trainer)
+    if not isinstance(module, pl.LightningModule):
+        raise TypeError(
+            f"`{name}` returned a `{type(module).__qualname__}`; expected a `LightningModule`, or a"
+            " tuple of it, its data and a `Trainer`."
+        )
+    return module, data, trainer
 
 
 def _callback_of(trainer: pl.Trainer | None) -> CUDAGraphCallback:

@@ -9,23 +9,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.callbacks import Callback, Checkpoint, ModelSummary, ProgressBar
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph.checks.guards.guards import Change
+from lightning_cudagraph.device.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import Finding, UnsupportedError
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.estimate import Estimate, StepMeter
 from lightning_cudagraph.trainer.command.loader_state import LoaderState
+from lightning_cudagraph.trainer.command.stand_ins import use_stand_ins
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
 # Warm-up, the capture and the replays that are verified, and some more, in which a graph can go stale.
@@ -50,19 +52,34 @@ def examine(
         module: the module.
         batches: a dataloader, a datamodule, or one batch; None for the module's own dataloader.
         trainer: a trainer that will run nothing else; None for a plain one.
+
+    Raises:
+        Exception: of the user's code, with a traceback of the user's frames.
     """
+    try:
+        with TemporaryDirectory() as folder:
+            return _examine(callback, module, batches, trainer, folder)
+    except Exception as error:
+        leave_users_frames(error, of_any=True)
+        raise
+
+
+def _examine(
+    callback: Examined, module: pl.LightningModule, batches: Any, trainer: pl.Trainer | None, folder: str
+) -> DiagnosisReport:
     assert isinstance(callback, Callback)
     if trainer is None:
         with _quiet():
-            trainer = pl.Trainer(devices=1, enable_model_summary=False, logger=False)
+            trainer = pl.Trainer(devices=1, enable_model_summary=False, default_root_dir=folder)
     _shorten(trainer, type(callback))
+    not_called = use_stand_ins(trainer, folder)
     if isinstance(batches, (Tensor, list, tuple, dict)):
         # A copy each time, because a step may write into its batch.
         batches = DataLoader([batches] * _STEPS, batch_size=None, collate_fn=deepcopy)  # type: ignore[arg-type]
     found: tuple[Finding, ...] = ()
     ended = ""
     with _quiet(), isolate_rng(), _Kept(batches) as kept:
-        meter = _measured(trainer, module, batches, kept)
+        meter = _measured(trainer, module, batches, kept, folder)
         try:
             _fit(trainer, [kept, callback], module, batches, _STEPS)
         except UnsupportedError as error:
@@ -70,10 +87,13 @@ def examine(
             ended = error.search_ended_by and f"the search ended early: {error.search_ended_by}"
     fit = callback.summary.fit
     estimate = meter.estimate(fit.replay_ms, fit.memory_bytes)
-    return _report(module, found, filter(None, [ended, *kept.notes]), callback.summary, estimate)
+    others = [*not_called, *filter(None, [ended]), *kept.notes]
+    return _report(module, found, others, callback.summary, estimate)
 
 
-def _measured(trainer: pl.Trainer, module: pl.LightningModule, batches: Any, kept: _Kept) -> StepMeter:
+def _measured(
+    trainer: pl.Trainer, module: pl.LightningModule, batches: Any, kept: _Kept, folder: str
+) -> StepMeter:
     """Measure steps of a plain run, by a copy of a trainer; nothing of manual optimization."""
     meter = StepMeter(trainer.strategy.root_device)
     if not module.automatic_optimization:
@@ -87,7 +107,8 @@ def _measured(trainer: pl.Trainer, module: pl.LightningModule, batches: Any, kep
     finally:
         trainer.loggers = loggers
     plain.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
-    plain.loggers = [DummyLogger() for _ in loggers]  # they cannot be copied
+    plain.loggers = loggers
+    use_stand_ins(plain, folder)  # a logger changes in a fit
     with isolate_rng():
         try:
             _fit(plain, [kept, meter], module, batches, meter.most_steps)
@@ -158,7 +179,7 @@ def _name_of(given: Any) -> str:
 def _report(
     module: pl.LightningModule,
     found: tuple[Finding, ...],
-    others: Iterator[str],
+    others: list[str],
     summary: RunSummary,
     estimate: Estimate | None,
 ) -> DiagnosisReport:
@@ -196,15 +217,15 @@ def _line(finding: Finding) -> tuple[str, int]:
 
 
 def _shorten(trainer: pl.Trainer, left_out: type[Callback]) -> None:
-    """Let a trainer write nothing, and run no validation, as Lightning's tuner does."""
+    """Let a trainer show nothing, and run no validation, as Lightning's tuner does."""
     trainer.fit_loop.max_epochs = -1
     trainer.limit_val_batches = 0
     trainer.num_sanity_val_steps = 0
-    trainer.loggers = [DummyLogger()] if trainer.loggers else []
     trainer.callbacks = [  # type: ignore[attr-defined]
         other
         for other in callbacks_of(trainer)
-        if not isinstance(other, (Checkpoint, ModelSummary, ProgressBar, left_out))
+        if not isinstance(other, (ModelSummary, ProgressBar, left_out))
+        and (isinstance(other, ModelCheckpoint) or not isinstance(other, Checkpoint))
     ]
 
 

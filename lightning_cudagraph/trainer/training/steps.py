@@ -306,7 +306,7 @@ class TrainingSteps:
         if not self._engine.refuses_alone(step.signature, error) and (
             self._n_without_loss >= self._run.settings.warmup_steps
         ):
-            self._engine.unsupported(error)
+            self._engine.unsupported(error, step.signature)
 
     def _step(
         self, closure: GraphClosure, body: StepBody, eagerly: Callable[[], object], timed: bool
