@@ -174,6 +174,14 @@ def outside_of_model(trainer: pl.Trainer) -> list[Root]:
         *trainer.loggers,
         getattr(loader, "dataset", None),
     ]
+    sampler = getattr(loader, "batch_sampler", None)
+    found += [
+        *(loader, sampler, getattr(sampler, "sampler", None), getattr(loader, "sampler", None)),
+        *(getattr(loader, "collate_fn", None), trainers.strategy, trainers.precision_plugin),
+        trainers.accelerator,
+        *(config.scheduler for config in trainer.lr_scheduler_configs),
+        *trainers.strategy._lightning_optimizers,
+    ]
     roots = []
     for value in found:
         attributes = None if value is None else attributes_of(value)

@@ -195,6 +195,16 @@ class AppendsToTheDataModule(_AppendsBehindTheTrainer, name="append to a list of
         return self.net.trainer.datamodule
 
 
+class CountsOnTheSampler(_AppendsBehindTheTrainer, name="append to a list of the sampler"):
+    def owner(self) -> Any:
+        return self.net.trainer.train_dataloader.sampler
+
+
+class CountsOnTheStrategy(_AppendsBehindTheTrainer, name="append to a list of the strategy"):
+    def owner(self) -> Any:
+        return self.net.trainer.strategy
+
+
 class AppendsToTheLogger(_AppendsBehindTheTrainer, name="append to a list of the logger"):
     def owner(self) -> Any:
         return self.net.trainer.logger
@@ -259,6 +269,17 @@ class WritesText(Effect, name="io.StringIO"):
 
     def seen(self) -> str:
         return self.text.getvalue()
+
+
+class ReadsText(Effect, name="io.StringIO.readline"):
+    def make(self) -> None:
+        self.text = io.StringIO("line\n" * 200)
+
+    def act(self, x: Tensor) -> None:
+        self.text.readline()
+
+    def seen(self) -> int:
+        return self.text.tell()
 
 
 class WritesThroughAMethod(WritesText, name="bound method of a StringIO"):

@@ -243,6 +243,41 @@ class Slots(_Held, name="slots"):
         self.held = _Slots()
 
 
+class _ListWithSlots(list[Any]):
+    __slots__ = ("scale",)
+
+
+class _BytesWithSlots(bytearray):
+    __slots__ = ("scale",)
+
+
+class _PartialWithSlots(partial[Any]):
+    __slots__ = ("scale",)
+
+
+class SlotsOfAList(Slots, name="slots of a list"):
+    def make(self) -> None:
+        self.held = _ListWithSlots()
+        self.held.scale = LOW
+
+
+class SlotsOfAPartial(Slots, name="slots of a partial", seldom=True):
+    def make(self) -> None:
+        self.held = _PartialWithSlots(int)
+        self.held.scale = LOW
+
+
+class BytesBesideSlots(_ByKey, name="buffer with slots"):
+    key = 0
+
+    def make(self) -> None:
+        self.held = _BytesWithSlots(1)
+        self.held.scale = None
+
+    def write(self, number: float) -> None:
+        self.held[0] = int(number)
+
+
 class Wide(_Held, name="object of 3000 attributes"):
     def make(self) -> None:
         self.held = _Box()
@@ -1148,6 +1183,20 @@ class ImportedInTheStep(Place, name="settings imported in the step"):
 class ImportedByName(ImportedInTheStep, name="module imported by name in the step", seldom=True):
     def read(self) -> float:
         return importlib.import_module("tests.matrix.settings").IMPORTED
+
+
+class ModuleByText(ModuleGlobal, name="getattr(settings, name)"):
+    name = "BY_NAME"
+
+    def read(self) -> float:
+        return getattr(settings, self.name)
+
+
+class NamespaceByText(Global, name="globals()[name]", seldom=True):
+    name = "_global"
+
+    def read(self) -> float:
+        return globals()[self.name]
 
 
 class MadeModule(_Held, name="module made at run time"):

@@ -14,6 +14,8 @@ from lightning_cudagraph.device.sentry.sentry import is_user_code
 
 # Functions that find an attribute by a string.
 _BY_TEXT = frozenset({"getattr", "hasattr", "attrgetter", "getattr_static", "vars", "__dict__"})
+# Names by which code comes to the namespace of its own module.
+_OWN_NAMESPACE = frozenset({"globals", "__globals__"})
 _MAX_CELLS = 500
 # Types of builtins, which are not compared.
 _OF_PYTHON = (type, BuiltinFunctionType, bool, type(None))
@@ -81,6 +83,9 @@ class MentionedNames:
             self._note_module(namespace[name], code)
         for name in {*code.co_names, *_texts(code.co_consts)} & sys.modules.keys():
             self._note_module(sys.modules[name], code)  # imported in the step
+        takes_modules = "sys" in code.co_names and "modules" in code.co_names
+        if takes_modules or not _OWN_NAMESPACE.isdisjoint(code.co_names):
+            self.user_globals += [(namespace, name) for name in _readable(namespace)]
         if code.co_freevars and id(code) not in self._made_inside:
             self.closures.append(code)
         self._made_inside |= {id(inner) for inner in code.co_consts if isinstance(inner, CodeType)}
@@ -89,7 +94,9 @@ class MentionedNames:
         """Add the names of a user module that a piece of code can read."""
         if isinstance(module, ModuleType) and is_user_code(getattr(module, "__file__", None) or "<"):
             inner = vars(module)
-            self.user_globals += [(inner, name) for name in code.co_names if name in inner]
+            by_text = not _BY_TEXT.isdisjoint(code.co_names)
+            names = _readable(inner) if by_text else [name for name in code.co_names if name in inner]
+            self.user_globals += [(inner, name) for name in names]
 
     def _add_users_code(self, code: CodeType) -> None:
         """Add the names and the string constants of a piece of user code."""
@@ -125,6 +132,16 @@ class MentionedNames:
                 if id(cell) not in seen and len(seen) < _MAX_CELLS:
                     seen.add(id(cell))
                     yield cell, name, code.co_name
+
+
+def _readable(namespace: dict[str, Any]) -> list[str]:
+    """The names of a module's namespace under which code can find a value by a text made at run time."""
+    others = (ModuleType, FunctionType, BuiltinFunctionType, type)
+    return [
+        name
+        for name, value in namespace.items()
+        if not name.startswith("__") and not isinstance(value, others)
+    ]
 
 
 def _texts(constants: Iterable[Any]) -> Iterator[str]:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from io import BytesIO, StringIO
-from types import CellType, FunctionType, MethodType
+from math import copysign
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -260,6 +261,8 @@ def same(was: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
     kind = type(was)
     if kind is not type(now) or not depth:
         return False
+    if kind is float and not was and not now:
+        return copysign(1.0, was) == copysign(1.0, now)
     if kind in VALUES:
         return bool(was == now or (was != was and now != now))
     inner = depth - 1
@@ -361,16 +364,18 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     elif (base := next((b for b in _SETS if issubclass(kind, b)), None)) is not None:
         read = lambda: _of_set(value, base)  # noqa: E731
         write = None if base is frozenset else (lambda parts: _write_members(value, base, parts))
-    elif slots := slots_of(kind):
-        read, write = (lambda: _slots(value, slots)), (lambda parts: _write_slots(value, slots, parts))
     elif issubclass(kind, np.ndarray) and value.dtype.hasobject:
         holder, read = None, lambda: _members(value.ravel().tolist(), list)
     elif (data := _bytes_of(value)) is not None:
         holder, read = None, lambda: {"": _bytes_of(value)}
         kwargs["is_large"] = len(data) > _QUICK_BYTES
         write = lambda parts: _write_bytes(value, parts[""])  # noqa: E731
+    elif slots_of(kind) and not _has_state_in_c(kind):
+        read, write = dict, _nothing  # it has the slots alone
     else:
-        read = lambda: _referents(value)  # noqa: E731
+        read, write = (lambda: _referents(value)), None
+    if not how.is_attributes and not issubclass(kind, type) and (slots := slots_of(kind)):
+        read, write = _with_slots(value, slots, read, write)
     node = Node(holder, owner, path, of, read, write, **kwargs)
     node.is_large |= len(node.parts) > _QUICK_MEMBERS
     return node
@@ -439,6 +444,29 @@ def _of_set(value: Any, base: Any) -> Parts:
 def _write_members(value: Any, base: Any, parts: Parts) -> None:
     base.clear(value)
     (base.update if base is set else base.extend)(value, parts.values())
+
+
+def _has_state_in_c(kind: type) -> bool:
+    """True for a class with a base in C other than `object`, such as `partial` or an exception."""
+    bases = (base for base in kind.__mro__ if base is not object)
+    return any(isinstance(namespace_of(base).get("__new__"), BuiltinFunctionType) for base in bases)
+
+
+def _with_slots(
+    value: Any,
+    slots: dict[str, Any],
+    read: Callable[[], Parts],
+    write: Callable[[Parts], object] | None,
+) -> tuple[Callable[[], Parts], Callable[[Parts], object] | None]:
+    """The parts of an object and those in its slots."""
+    names = {*slots, "__class__"}
+
+    def write_both(parts: Parts) -> None:
+        assert write is not None
+        write({name: part for name, part in parts.items() if name not in names})
+        _write_slots(value, slots, {name: part for name, part in parts.items() if name in names})
+
+    return (lambda: {**read(), **_slots(value, slots)}), (None if write is None else write_both)
 
 
 def _slots(value: Any, slots: dict[str, Any]) -> Parts:
@@ -529,7 +557,7 @@ def _hidden(value: Any) -> Callable[[], Any] | None:
     if kind is ContextVar:
         return lambda: value.get(UNSET)
     if issubclass(kind, (StringIO, BytesIO)):
-        return lambda: kind.getvalue(value)
+        return lambda: (kind.getvalue(value), kind.tell(value))
     if issubclass(kind, torch.Generator):
         return lambda: value.initial_seed()
     if issubclass(kind, logging.Logger):

@@ -87,7 +87,7 @@ _STOPS = (
 _MAX_OBJECTS = 20_000
 
 _CLOSED = (
-    *(CodeType, TracebackType, property),
+    *(CodeType, TracebackType),
     *(MethodWrapperType, WrapperDescriptorType),
 )
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque, FunctionType, MethodType, CellType, partial)
