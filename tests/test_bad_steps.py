@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -70,6 +71,29 @@ class AsksTheNetwork(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         name = socket.gethostname()  # BAD
         return super().training_step(batch, batch_idx)["loss"] * len(name)
+
+
+class Seeded(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pl.seed_everything(3, verbose=False)  # BAD
+        return super().training_step(batch, batch_idx)["loss"]
+
+
+class SeedsAGenerator(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.generator.manual_seed(3)  # BAD
+        return super().training_step(batch, batch_idx)["loss"]
+
+
+class RetainsAGradient(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept = super().training_step(batch, batch_idx)["loss"]
+        self.kept.retain_grad()
+        return self.kept * 2
 
 
 class Attribute(Net):
@@ -145,6 +169,9 @@ BAD: dict[type[Net], str] = {
     BatchIdx: "`batch_idx`",
     GlobalStep: "`self.global_step`",
     Clock: "`time.perf_counter()`",
+    Seeded: "`seed_everything`",
+    SeedsAGenerator: "`torch.Generator.manual_seed`",
+    RetainsAGradient: "`retain_grad()`",
     AsksForAFile: "`os.stat`",
     AsksTheNetwork: "`socket.gethostname`",
     Attribute: "`calls` of the `Attribute`",

@@ -148,7 +148,7 @@ class StepEngine(Generic[T]):
         if not self._has_begun:
             self._has_begun = True
             self._patches.enter_context(without_its_graphs(self._note))
-        if mismatch := self._carried.put_in(self.has_graphs):
+        if mismatch := self._carried.put_in(self._run.signatures.is_any):
             step = replace(step, eager_reason=step.eager_reason or mismatch)
         try:
             phase, outputs = self._step(step, refresh, signature)

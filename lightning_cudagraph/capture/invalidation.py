@@ -10,7 +10,7 @@ from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.checks.guards.guards import Guards
-from lightning_cudagraph.errors import UnsupportedError, VerificationError
+from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.external_references import GradientCopies
 
@@ -119,7 +119,7 @@ class Invalidation(Generic[T]):
     def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> str:
         """React to a step that cannot be captured.
 
-        If others have graphs, or the step had one before a change, its signature alone goes without.
+        Once the run has captured something, its signature alone goes without.
         Otherwise this is the first capture of the run: narrow the scope, raise, or give up.
 
         Returns:
@@ -131,7 +131,7 @@ class Invalidation(Generic[T]):
         if not is_later and run.narrow(error):
             self.forget()
             return "a smaller part of the step is captured from then on"
-        had_graphs = bool(run.counts.recaptures) and not isinstance(error, VerificationError)
+        had_graphs = run.counts.captures > 0
         if signature is not None and (is_later or had_graphs):
             self._admission.refuse(signature, error, "" if is_later else self.dropped)
             return error.reason

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.checks.audit.host_objects import VALUES
 from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.errors import CaptureError, see
+from lightning_cudagraph.tensors.batch import KEEP_GRADIENT, has_gradient
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 from lightning_cudagraph.tensors.writes import storage_id
 
@@ -190,6 +191,12 @@ class _Carried:
         tensors = _tensors_of(now) or []
         if any(storage_id(tensor) in outlive for tensor in tensors):
             return None
+        if any(map(has_gradient, tensors)):
+            raise CaptureError(
+                f"The training step keeps a tensor in `{self.name}` of {self.of} with a gradient"
+                " (`retain_grad()`), which the tensor that a replay leaves there does not have.",
+                KEEP_GRADIENT,
+            )
         self.is_set = True
         return tensors
 
@@ -262,8 +269,9 @@ class ReboundAttributes:
         """Copy the modules' values into the static tensors, and bind these, before a step.
 
         Args:
-            has_graphs: graphs read these static tensors. An attribute that holds another form for a few
-                steps in a row, such as after an eager step with fewer samples, stays carried.
+            has_graphs: graphs of any engine read these static tensors. An attribute that holds another
+                form for a few steps in a row, such as after an eager step with fewer samples, stays
+                carried.
 
         Returns:
             The reason why this step cannot be a replay; empty if it can.

@@ -59,6 +59,7 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 
 # Global switches of torch are compared once in this number of calls.
 _SUSPECT_EVERY_N_CALLS = 64
+_MAX_NAMED = 3  # in notes
 # The mode of a call, by the names that the user knows.
 _Mode = Mapping[str, Hashable]
 _log = logging.getLogger(__name__)
@@ -196,10 +197,14 @@ class StepRun:
         """Kinds that have come too seldom for a capture, beside others with graphs."""
         kinds = self._specializations.values()
         captured = [each.signature for each in kinds if each.engine.has_graphs]
-        for kind in kinds:
-            if captured and not kind.is_decided:
-                why = self._wording.of(captured[0].difference(kind.signature))
-                yield f"{kind.calls} warm-up step(s) of another {self._wording.signature}: {why}"
+        few = self._context.settings.warmup_steps
+        waiting = [kind for kind in kinds if captured and not kind.is_decided and kind.calls <= few]
+        for kind in waiting[:_MAX_NAMED]:
+            why = self._wording.of(captured[0].difference(kind.signature))
+            yield f"{kind.calls} warm-up step(s) of another {self._wording.signature}: {why}"
+        if len(waiting) > _MAX_NAMED:
+            more = len(waiting) - _MAX_NAMED
+            yield f"{more} more {self._wording.signatures} were in warm-up at the end"
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function in the phase of its arguments.

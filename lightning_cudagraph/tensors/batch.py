@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.errors import BatchError
+from lightning_cudagraph.errors import BatchError, see
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
@@ -196,6 +196,18 @@ def refuse_hidden_tensors(tree: Any, what: str) -> None:
     walk(tree, what)
 
 
+# What to do instead of `retain_grad()`.
+KEEP_GRADIENT = (
+    "Keep the gradient by a hook, `h.register_hook(lambda grad: setattr(self, 'grad_of_h', grad))`, and"
+    " read it in `on_train_batch_end`." + see("kept_tensors")
+)
+
+
+def has_gradient(tensor: Tensor) -> bool:
+    """True for a tensor with a gradient that a copy of it does not have."""
+    return tensor.retains_grad or (tensor.is_leaf and tensor.grad is not None)
+
+
 def refuse_odd_outputs(tree: Any, what: str) -> None:
     """Refuse outputs of a step that a replay cannot return.
 
@@ -212,6 +224,12 @@ def refuse_odd_outputs(tree: Any, what: str) -> None:
                 " would return that of the captured step; expected tensors and plain values in lists,"
                 " tuples, named tuples, mappings or dataclasses.",
                 "Return a list of tensors, or make the object in `on_train_batch_end`.",
+            )
+        if isinstance(leaf, Tensor) and leaf.retains_grad:
+            raise BatchError(
+                f"{what}{path.removeprefix('batch')} retains its gradient (`retain_grad()`), which the"
+                " tensor that a replay returns does not have.",
+                KEEP_GRADIENT,
             )
 
 

@@ -58,6 +58,11 @@ class Signatures:
         return any(other != signature for other in self._captured)
 
     @property
+    def is_any(self) -> bool:
+        """True if any signature has a graph."""
+        return bool(self._captured)
+
+    @property
     def is_full(self) -> bool:
         """True if there is no room for one more signature."""
         return len(self._captured) >= self._max_captured

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from inspect import unwrap
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 from unittest.mock import NonCallableMock
@@ -19,6 +20,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.audit.host_calls import HostRules, allowance
+from lightning_cudagraph.checks.audit.host_draws import SEEDED
 from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.audit.read_remedies import Remedy
 from lightning_cudagraph.checks.audit.walker import Root
@@ -113,6 +116,14 @@ _EFFECTS: dict[CodeType, str] = {
 }
 
 
+@cache
+def _seeds() -> dict[CodeType, tuple[str, str]]:
+    """Return Lightning's functions that set the generators of a step."""
+    _, remedy = SEEDED
+    named: dict[str, Any] = {"seed_everything": pl.seed_everything, "isolate_rng": isolate_rng}
+    return {unwrap(function).__code__: (name, remedy) for name, function in named.items()}
+
+
 def host_rules(
     trainer: pl.Trainer,
     harmless: frozenset[str],
@@ -158,6 +169,7 @@ def host_rules(
         records,
         stays_on_host,
         harmless,
+        refused=_seeds(),
         hands_out=lambda value: issubclass(type(value), _HANDS_OUT),
         stops=RUN_STATE,
         remedies=remedies,

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from datetime import date, datetime
 from enum import Enum
 from random import Random
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from lightning_cudagraph.checks.audit.handed_out import is_of_optimizers, note_handed_out
-from lightning_cudagraph.checks.audit.host_draws import generator_state, is_iterator, seeds
+from lightning_cudagraph.checks.audit.host_draws import SEEDED, generator_state, is_iterator, seeds
 from lightning_cudagraph.checks.audit.host_lines import (
     CHANGES,
     NUMPYS_OWN,
@@ -71,8 +71,9 @@ _SYSTEM = {
     **{name: name for name in ("select", "fcntl", "resource", "sqlite3")},
 }
 # Functions of these modules with one result for the same arguments in one process.
-_FIXED = frozenset({"fspath", "getpid", "cpu_count", "strerror"})
+_FIXED = frozenset({"fspath", "getpid", "getcwd", "cpu_count", "strerror", "get_terminal_size"})
 _IMPORTS = "importlib."
+_SEEDS_ITSELF = ("manual_seed", "seed")
 _READS_OF_FILES = frozenset({"read", "readline", "readlines", "readinto"})
 _WRITES_TO_FILES = frozenset({"write", "writelines"})
 _READS: dict[CodeType, str] = {torch.load.__code__: "torch.load"}
@@ -267,7 +268,7 @@ class HostCalls:
                 self._seen[id(code)] = code
                 self._first_sight(frame)
             if id(code) in self._seeds:
-                self._refuse_seed(frame)
+                self._refuse_seed(self._seeds[id(code)], frame.f_back)
             caller = frame.f_back
             if (
                 caller is not None
@@ -369,8 +370,10 @@ class HostCalls:
         elif function in _READS_IN_C:
             if (asker := self._asker(frame)) is not None:
                 self._refuse_read(_READS_IN_C[function], asker)
-        elif getattr(function, "__module__", None) in _SYSTEM:
-            self._system_call(f"{_SYSTEM[function.__module__]}.{name}", frame)
+        elif (module := _of_system(function, receiver)) and not name.startswith("__"):
+            self._system_call(f"{module}.{name}", frame)
+        elif name in _SEEDS_ITSELF and isinstance(receiver, torch.Generator):
+            self._refuse_seed((f"torch.Generator.{name}", *SEEDED), frame)
         elif function in self._rules.other_in_captures:
             if (asker := self._asker(frame)) is not None:
                 self._refuse_other(*self._rules.other_in_captures[function], asker)
@@ -429,9 +432,8 @@ class HostCalls:
                 )
             )
 
-    def _refuse_seed(self, frame: FrameType) -> None:
-        name, words, remedy = self._seeds[id(frame.f_code)]
-        caller = frame.f_back
+    def _refuse_seed(self, seed: tuple[str, str, str], caller: FrameType | None) -> None:
+        name, words, remedy = seed
         while caller is not None and str(caller.f_globals.get("__name__")).startswith(_DYNAMO):
             caller = caller.f_back  # it wraps `torch.manual_seed`
         if (asker := self._asker(caller)) is not None and not self._allows(name):
@@ -521,6 +523,14 @@ def _is_property(kind: type, name: str) -> bool:
 
 def _numpys_state() -> Any:
     return generator_state(NUMPYS_OWN)[0]()  # type: ignore[index]
+
+
+def _of_system(function: Any, receiver: Any) -> str:
+    """The public name of the module in C of a function or of its receiver, if it calls the system."""
+    if receiver is not None and not isinstance(receiver, ModuleType):
+        names = [base.__module__ for base in type(receiver).__mro__]
+        return next((_SYSTEM[name] for name in names if name in _SYSTEM), "")
+    return _SYSTEM.get(getattr(function, "__module__", None) or "", "")
 
 
 def _imports(frame: FrameType | None, asker: FrameType) -> bool:

@@ -16,7 +16,7 @@ from lightning_cudagraph.device.sentry.first_refusal import refused
 from lightning_cudagraph.device.sentry.sentry import forbidden, user_location
 from lightning_cudagraph.errors import see
 
-_SEEDED = (
+SEEDED = (
     "in the step, which a replay would not repeat",
     "Leave the seed out of the step: draw numbers that shall be the same in each step before `fit`, and"
     " keep them in a buffer (`register_buffer`)." + see("host_random"),
@@ -31,6 +31,8 @@ _SEEDS: dict[str, Any] = {
     "torch.seed": torch.seed,
     "torch.cuda.manual_seed": torch.cuda.manual_seed,
     "torch.cuda.manual_seed_all": torch.cuda.manual_seed_all,
+    "torch.cuda.seed": torch.cuda.seed,
+    "torch.cuda.seed_all": torch.cuda.seed_all,
 }
 _SETTERS: dict[str, Any] = {
     "torch.set_rng_state": torch.set_rng_state,
@@ -43,7 +45,7 @@ def seeds(device_type: str) -> dict[CodeType, tuple[str, str, str]]:
 
     A graph of a GPU can set back a state that it has read, a tape of the emulator cannot.
     """
-    found = [(function, name, _SEEDED) for name, function in _SEEDS.items()]
+    found = [(function, name, SEEDED) for name, function in _SEEDS.items()]
     if device_type == "cpu":
         found += [(function, name, _SET) for name, function in _SETTERS.items()]
     return {unwrap(function).__code__: (name, *words) for function, name, words in found}

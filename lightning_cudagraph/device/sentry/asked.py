@@ -132,7 +132,9 @@ def _is_sliced_with(where: Location, part: str) -> bool:
     if assigned is None:
         return False
     name = rf"\b{assigned[1]}\b"
-    used = rf"\[[^\]:]*{name}[^\]:]*:" if part == "start" else rf":[^\]:]*{name}"
+    inside = r"[^\[\]:\n]*"
+    before = rf"\[{inside}" if part == "start" else rf"\[{inside}:{inside}"
+    used = rf"{before}{name}{inside}:" if part == "start" else rf"{before}{name}"
     return re.search(used, _lines_below(where)) is not None
 
 
@@ -146,7 +148,7 @@ def _decides_on_steps(where: Location) -> bool:
 
 
 _READS_ONE = ("__int__", "__index__", "item")
-_MAKES_SIZES = ("arange", "zeros", "ones", "empty", "full", "rand", "randn", "narrow")
+_MAKES_SIZES = ("arange", "zeros", "ones", "empty", "rand", "randn", "narrow")
 _USES = (
     _Use(
         "`one_hot` without `num_classes`, which reads the largest label",

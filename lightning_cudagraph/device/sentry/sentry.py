@@ -71,8 +71,8 @@ _LIBRARIES = (
 _HOST_VALUE = (
     "`.item()`, `float(tensor)`, `int(tensor)`, `bool(tensor)` or a Python branch on a tensor",
     (
-        "Keep the value on the device: log the tensor itself, and use `torch.where` instead of `if`."
-        + see("item_and_print")
+        "Keep the value on the device: log the tensor itself, compute with `.detach()` of it, and use"
+        " `torch.where` instead of `if`." + see("item_and_print")
     ),
 )
 _MASK = (

@@ -21,6 +21,7 @@ from lightning_cudagraph.checks.audit.host_calls import RECORDING
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.logs.silent import silent, silent_method
 
+_WRITING = (*RECORDING, "push", "flush", "set_", "close", "finish")
 _TO_FILES = (TensorBoardLogger, CSVLogger)
 # That of a logger, once something was logged.
 _EXPERIMENT = "_experiment"
@@ -42,7 +43,7 @@ def _words(loggers: Iterable[Logger]) -> Iterable[str]:
     for logger in loggers:
         if not (type(logger) is DummyLogger or _writes_files(logger)):
             name = type(logger).__qualname__
-            yield f"the `{name}` was not called: a stand-in with its attributes has taken its place"
+            yield f"a stand-in with the attributes of the `{name}` takes its place, and writes nothing"
 
 
 def _writes_files(logger: Logger) -> bool:
@@ -83,7 +84,7 @@ def _silenced(kind: type[Logger]) -> type[Logger]:
         name: silent_method(name)
         for name in dir(kind)
         if callable(getattr(kind, name, None))
-        and (name in vars(Logger) or name.startswith(RECORDING))
+        and (hasattr(Logger, name) or name.startswith(_WRITING))
         and not name.startswith("_")
     }
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +28,12 @@ class Silent:
 
     def __getitem__(self, key: object) -> Silent:
         return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __contains__(self, key: object) -> bool:
+        return False
 
     def __setitem__(self, key: object, value: object) -> None: ...
 
