@@ -510,7 +510,7 @@ class WritesInference(Evaluated):
     [
         (Item, r"`.item\(\)`.*test_evaluation.py:\d+"),
         (Prints, r"`print`.*test_evaluation.py:\d+.*`on_validation_batch_end`"),
-        (UsesIndex, r"read of `batch_idx`.*test_evaluation.py:\d+.*`on_validation_batch_start`"),
+        (UsesIndex, r"read of `batch_idx`.*test_evaluation.py:\d+.*Compare it with plain numbers"),
         (ReturnsIndex, r"read of `batch_idx`.*`on_validation_batch_start`"),
         (Appends, r"The validation step sets or changes `outputs`.*test_evaluation.py:\d+"),
         (LogsNumber, r"Python number given to `self.log\('number', .*that changes"),

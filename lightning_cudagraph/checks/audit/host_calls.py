@@ -400,6 +400,8 @@ class HostCalls:
         asker = self._asker(frame)
         if asker is None or self._allows(name) or _imports(frame, asker):
             return
+        if self._is_inside_allowed(frame):
+            return
         refuse(
             CaptureError(
                 f"A CUDA graph cannot hold a call of `{name}`: a replay would not repeat it, and its"
@@ -446,12 +448,17 @@ class HostCalls:
             if is_python:  # with the calls that it makes: a message to `logging` is written to a file
                 self._allowed_code.add(id(inside.f_code))
             return
-        frame: FrameType | None = inside
+        if self._is_inside_allowed(inside):
+            return
+        refuse(_lost_effect(name, user_frame(asker), AFTERWARDS, "item_and_print"))
+
+    def _is_inside_allowed(self, frame: FrameType | None) -> bool:
+        """True for a call by a function that the user allows."""
         while self._allowed_code and frame is not None:
             if id(frame.f_code) in self._allowed_code:
-                return
+                return True
             frame = frame.f_back
-        refuse(_lost_effect(name, user_frame(asker), AFTERWARDS, "item_and_print"))
+        return False
 
     def _allows(self, name: str) -> bool:
         return bool({name, _short(name), name.removesuffix("()")} & self._rules.harmless)
