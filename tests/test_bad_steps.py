@@ -290,6 +290,33 @@ class Number(Reads):
         self.log("most", most)
 
 
+class Index(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        x[y.argmax()].sum()  # BAD
+
+
+class Loop(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        while (x > 1).any():  # BAD
+            x = x / 2
+
+
+class Choice(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        x = x if x.sum() > 0 else -x  # BAD
+
+
+class Kept(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        kept: list[float] = []
+        kept.append(x.sum().item())  # BAD
+
+
+class Counted(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        torch.bincount(y)  # BAD
+
+
 class DecidesOnAStep(Reads):
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +359,12 @@ REMEDIES: dict[type[Net], str] = {
     LengthInSlice: MASK,
     Length: MASK,
     Size: MASK,
-    Number: "log the tensor itself",
+    Number: "use the tensor itself",
+    Index: "tensor without dimensions.*`x[index.view(1)][0]`",
+    Loop: "Loop as often as is needed at most.*docs/recipes/early_exit.md",
+    Choice: "Compute both, and choose with `torch.where",
+    Kept: "Return the tensor from the step.*`on_train_batch_end`",
+    Counted: "Count with a fixed size: `F.one_hot",
     DecidesOnAStep: "with one `GraphedStep` each.*docs/recipes/parts.md",
     ReboundBuffer: "another tensor into the buffer `factor` of the.*`self.factor.copy_(...)`",
     ReplacedStorage: "gives `factor` another storage.*`copy_`",

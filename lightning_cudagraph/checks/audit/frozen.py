@@ -233,6 +233,12 @@ def _roots(model: nn.Module, trainer: Any, others: Mapping[str, Any]) -> Iterabl
             yield Root(value, name, "the step")
 
 
+def _keep(where: Location | None) -> str:
+    if where is not None and where.function.startswith("on_"):  # a hook returns nothing
+        return "bind the tensor itself to an attribute, `self.kept = ...`, and read it"
+    return "return it, and take it from the outputs"
+
+
 def effect_error(change: Moved, where: Location | None) -> CaptureError:
     """The error for an effect of a step on the host."""
     named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
@@ -240,7 +246,8 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
         return CaptureError(
             f"The training step draws from {named}, on the host: every replay would use the numbers"
             " of this one step.",
-            "Draw on the device (`torch.rand(..., device=x.device)`), or in the dataloader."
+            "Draw on the device (`torch.rand(..., device=x.device)`), in the dataloader, or in"
+            " `on_train_batch_start` into a registered buffer."
             + allowance(change.name)
             + see("host_random"),
             location=where,
@@ -257,7 +264,7 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     return CaptureError(
         f"The training step sets or changes {named}, which a replay would not do: it would keep what"
         " this one step left there.",
-        f"{_HOST_HOOK}. To keep what the step computes, return it, and take it from the outputs in"
+        f"{_HOST_HOOK}. To keep what the step computes, {_keep(where)} in"
         " `on_train_batch_end`." + allowance(change.name) + see("counters"),
         location=where,
     )

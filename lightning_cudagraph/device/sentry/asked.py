@@ -187,7 +187,41 @@ _USES = (
         "Capture what comes before the branch and what is in it with one `GraphedStep` each, without the"
         " callback, and branch on the host between their calls." + see("parts"),
     ),
+    _Use(
+        "an index by a tensor without dimensions, which reads it on the host",
+        lambda call, where: _reads_index(call),
+        "Give it one: `x[index.view(1)][0]`." + see("indices_and_lengths"),
+    ),
+    _Use(
+        "",
+        lambda call, where: where.source.startswith("while "),
+        "Loop as often as is needed at most, and keep what has ended, `x = torch.where(ended, x, new)`."
+        + see("early_exit"),
+    ),
+    _Use(
+        "",
+        lambda call, where: call.name == "__bool__" and _is_branch(where),
+        "Compute both, and choose with `torch.where(condition, a, b)`." + see("item_and_print"),
+    ),
+    _Use(
+        "",
+        lambda call, where: re.search(r"\bprint\(|\.append\(", where.source) is not None,
+        "Return the tensor from the step, and do it in `on_train_batch_end`, which runs on the host"
+        " after every step." + see("item_and_print"),
+    ),
 )
+
+
+def _is_branch(where: Location) -> bool:
+    return re.search(r"^(if|elif) |\bif\b.*\belse\b", where.source) is not None
+
+
+def _reads_index(call: Call) -> bool:
+    """True for an index that is a whole number on the device."""
+    if call.name not in ("__getitem__", "__setitem__"):
+        return False
+    indices = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    return any(isinstance(i, Tensor) and not i.dim() and i.dtype != torch.bool for i in indices)
 
 
 def of_use(call: Call | None, where: Location | None, words: Words) -> Words:

@@ -71,8 +71,8 @@ _LIBRARIES = (
 _HOST_VALUE = (
     "`.item()`, `float(tensor)`, `int(tensor)`, `bool(tensor)` or a Python branch on a tensor",
     (
-        "Keep the value on the device: log the tensor itself, compute with `.detach()` of it, and use"
-        " `torch.where` instead of `if`." + see("item_and_print")
+        "Keep the value on the device: use the tensor itself, to compute (`.detach()` of it) and in"
+        " `self.log`." + see("item_and_print")
     ),
 )
 _MASK = (
@@ -86,6 +86,7 @@ _DYNAMIC_SIZE = (
         + see("masks")
     ),
 )
+_COUNT = "Count with a fixed size: `F.one_hot(x, num_classes=10).sum(0)`." + see("masks")
 _CROSS_DEVICE = (
     "a copy between host memory and the GPU",
     (
@@ -132,7 +133,8 @@ _WORDS: dict[str, tuple[str, str]] = {
     "aten::allclose": ("`torch.allclose`", _HOST_VALUE[1]),
     "aten::nonzero": ("`nonzero`, `torch.where(condition)` or a boolean mask", _MASK[1]),
     "aten::masked_select": ("`masked_select` or a boolean mask", _MASK[1]),
-    "aten::bincount": ("`torch.bincount`", _DYNAMIC_SIZE[1]),
+    "aten::bincount": ("`torch.bincount`", _COUNT),
+    "aten::_unique2": ("`torch.unique`", _COUNT),
     "aten::set_": STORAGE,
     "aten::resize_": STORAGE,
     # aten/src/ATen/native/cuda/Embedding.cu: `embedding_renorm_cuda_` reads the count of unique rows.
