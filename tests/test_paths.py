@@ -341,7 +341,7 @@ def test_a_path_without_a_graph(
     others = 4 * BATCHES - steps
     assert counts.replayed > others // 2
     (line,) = (message for message in caplog.messages if " run eagerly" in message)
-    assert re.search(rf"run eagerly.*{change}.*`\.item\(\)`.*{__file__}:\d+.*Remedy: Keep", line)
+    assert re.search(rf"run eagerly.*{change}.*`\.item\(\)`.*{__file__}:\d+.*Remedy: Return", line)
     assert ("since a change" in line) == bool(change)
 
 

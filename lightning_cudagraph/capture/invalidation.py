@@ -119,7 +119,7 @@ class Invalidation(Generic[T]):
     def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> str:
         """React to a step that cannot be captured.
 
-        Once the run has captured something, its signature alone goes without.
+        Once the run has replays, or others have graphs, its signature alone goes without.
         Otherwise this is the first capture of the run: narrow the scope, raise, or give up.
 
         Returns:
@@ -131,7 +131,7 @@ class Invalidation(Generic[T]):
         if not is_later and run.narrow(error):
             self.forget()
             return "a smaller part of the step is captured from then on"
-        had_graphs = run.counts.captures > 0
+        had_graphs = run.counts.replayed > 0
         if signature is not None and (is_later or had_graphs):
             self._admission.refuse(signature, error, "" if is_later else self.dropped)
             return error.reason
