@@ -362,7 +362,7 @@ REMEDIES: dict[type[Net], str] = {
     Number: "use the tensor itself",
     Index: "tensor without dimensions.*`x[index.view(1)][0]`",
     Loop: "Loop as often as is needed at most.*docs/recipes/early_exit.md",
-    Choice: "Compute both, and choose with `torch.where",
+    Choice: "Compute both, and choose with `torch.where`",
     Kept: "Return the tensor from the step.*`on_train_batch_end`",
     Counted: "Count with a fixed size: `F.one_hot",
     DecidesOnAStep: "with one `GraphedStep` each.*docs/recipes/parts.md",

@@ -201,7 +201,8 @@ _USES = (
     _Use(
         "",
         lambda call, where: call.name == "__bool__" and _is_branch(where),
-        "Compute both, and choose with `torch.where(condition, a, b)`." + see("item_and_print"),
+        "Compute both, and choose with `torch.where`: `torch.where(condition, a, b)`."
+        + see("item_and_print"),
     ),
     _Use(
         "",

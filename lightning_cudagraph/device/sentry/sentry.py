@@ -72,7 +72,7 @@ _HOST_VALUE = (
     "`.item()`, `float(tensor)`, `int(tensor)`, `bool(tensor)` or a Python branch on a tensor",
     (
         "Keep the value on the device: use the tensor itself, to compute (`.detach()` of it) and in"
-        " `self.log`." + see("item_and_print")
+        " `self.log`; and `torch.where` instead of `if`." + see("item_and_print")
     ),
 )
 _MASK = (
