@@ -78,7 +78,7 @@ class Fault:
 FAULTS = {
     "item": Fault("best = loss.item()", "`.item()`", "Keep the value on the device", "item_and_print"),
     "branch": Fault(
-        "loss = loss * 0 if loss > 99 else loss", "branch", "with `torch.where(", "item_and_print"
+        "loss = loss * 0 if loss > 99 else loss", "branch", "`torch.where`", "item_and_print"
     ),
     "mask": Fault("loss = loss + x[x > 0].mean()", "boolean mask", "`torch.where(mask", "masks"),
     "print": Fault('print("a step")', "a use of `print`", "in `on_train_batch_end`", "item_and_print"),
