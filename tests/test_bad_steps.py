@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, UnsupportedError
@@ -96,6 +97,19 @@ class RetainsAGradient(Net):
         return self.kept * 2
 
 
+class ReturnsARetainedGradient(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"] * 1
+        loss.retain_grad()
+        return {"loss": loss * 2, "one": loss}
+
+
+class Isolated(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with isolate_rng():  # BAD
+            return super().training_step(batch, batch_idx)["loss"]
+
+
 class Attribute(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
@@ -172,6 +186,8 @@ BAD: dict[type[Net], str] = {
     Seeded: "`seed_everything`",
     SeedsAGenerator: "`torch.Generator.manual_seed`",
     RetainsAGradient: "`retain_grad()`",
+    ReturnsARetainedGradient: "`retain_grad()`",
+    Isolated: "`isolate_rng`",
     AsksForAFile: "`os.stat`",
     AsksTheNetwork: "`socket.gethostname`",
     Attribute: "`calls` of the `Attribute`",

@@ -100,6 +100,13 @@ def test_an_equal_number_is_no_change_and_an_integer_for_a_float_is_one() -> Non
     assert _changed(nan, lambda: setattr(nan, "n", float("nan"))) == []
 
 
+def test_zeros_of_two_signs_differ() -> None:
+    holder = {"scale": 0.0}
+    walk = Walk([Root(holder, "holder", "")])
+    holder["scale"] = -0.0
+    assert [moved.path for moved in walk.changes()] == ["holder['scale']"]
+
+
 def test_another_order_is_a_change() -> None:
     holder = Holder(items=OrderedDict(a=1, b=2))
     assert _changed(holder, lambda: holder.items.move_to_end("a")) != []

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.errors import BatchError, see
+from lightning_cudagraph.errors import BatchError, CaptureError, see
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
@@ -215,6 +215,7 @@ def refuse_odd_outputs(tree: Any, what: str) -> None:
         BatchError: for an object that hides tensors, and for a leaf that is neither a tensor nor an
             immutable value: each replay would return the object of the captured step, which may have
             been changed or used up since.
+        CaptureError: for a tensor that retains its gradient.
     """
     refuse_hidden_tensors(tree, what)
     for path, leaf in flatten_batch(tree):
@@ -226,7 +227,7 @@ def refuse_odd_outputs(tree: Any, what: str) -> None:
                 "Return a list of tensors, or make the object in `on_train_batch_end`.",
             )
         if isinstance(leaf, Tensor) and leaf.retains_grad:
-            raise BatchError(
+            raise CaptureError(
                 f"{what}{path.removeprefix('batch')} retains its gradient (`retain_grad()`), which the"
                 " tensor that a replay returns does not have.",
                 KEEP_GRADIENT,

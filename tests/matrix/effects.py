@@ -195,12 +195,12 @@ class AppendsToTheDataModule(_AppendsBehindTheTrainer, name="append to a list of
         return self.net.trainer.datamodule
 
 
-class CountsOnTheSampler(_AppendsBehindTheTrainer, name="append to a list of the sampler"):
+class AppendsToTheSampler(_AppendsBehindTheTrainer, name="append to a list of the sampler"):
     def owner(self) -> Any:
         return self.net.trainer.train_dataloader.sampler
 
 
-class CountsOnTheStrategy(_AppendsBehindTheTrainer, name="append to a list of the strategy"):
+class AppendsToTheStrategy(_AppendsBehindTheTrainer, name="append to a list of the strategy"):
     def owner(self) -> Any:
         return self.net.trainer.strategy
 
