@@ -113,10 +113,11 @@ def test_random_graphs(graph: Any, moment: str, verify: int, accelerator: str) -
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("part", range(8))  # drawn apart, so that several processes share the work
 @pytest.mark.usefixtures("hypothesis_leaves_no_clock")
-@settings(max_examples=200, phases=[Phase.generate, Phase.shrink], **_SETTINGS)
+@settings(max_examples=25, phases=[Phase.generate, Phase.shrink], **_SETTINGS)
 @given(**_RANDOM)
-def test_many_random_graphs(graph: Any, moment: str, verify: int, accelerator: str) -> None:
+def test_many_random_graphs(part: int, graph: Any, moment: str, verify: int, accelerator: str) -> None:
     _graph_is_never_wrong(graph, moment, verify, accelerator)
 
 
