@@ -151,7 +151,8 @@ def a_late_host_is_named(here: Here) -> None:
         (ranks,) = re.findall(r"is slowest: ([\d.]+) ms of its own in .*, rank 0 ([\d.]+) ms; it", said)
         late_ms, prompt_ms = map(float, ranks)
         assert late_ms > 20 * batches, said
-        assert prompt_ms < late_ms - 15 * batches, said
+        # With the wait in it, the other's time would be that of a whole step, which is longer.
+        assert prompt_ms < late_ms, said
 
 
 def all_reduces_are_timed_with_accumulation(here: Here) -> None:
