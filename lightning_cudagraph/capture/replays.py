@@ -14,6 +14,7 @@ from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.steps import Replay, Step
+from lightning_cudagraph.checks.guards.remedies import kind_of
 from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
 from lightning_cudagraph.tensors.external_references import GradientCopies
@@ -120,6 +121,7 @@ class Replays(Generic[T]):
                 self._admission.refuse(signature, error)
             elif isinstance(error, StaleGraphError):
                 self._standing.drop(error.reason)
+                return None, kind_of(error.reason)
             else:
                 self._standing.unsupported(error)
             return None, error.reason

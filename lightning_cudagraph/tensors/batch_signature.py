@@ -213,6 +213,15 @@ class Signature:
                 found |= {(path, dimension): size for dimension, size in enumerate(leaf[0])}
         return found
 
+    def another(self, other: Signature, word: str) -> str:
+        """Describe another signature by its first difference; `word` is what users know it by."""
+
+        def without_path(each: Signature) -> list[_Counted]:
+            return [counted for counted in each._what_counts() if counted[0] not in each._beside]
+
+        is_path = self._key == other._key and without_path(self) == without_path(other)
+        return f"another {'path' if is_path else word}: {self.difference(other)}"
+
     def difference(self, other: Signature) -> str:
         """Describe the first difference of `other` from this one: the leaf, expected and found."""
         if self._key[0] != other._key[0]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from lightning_cudagraph.capture.steps import AccumulationPhase
@@ -65,6 +66,11 @@ class WarmUps:
         if parts.done:
             self._begun[signature] = parts
         return self._begun.get(signature)
+
+    def of_others(self, captured: Container[Signature]) -> list[Signature]:
+        """The signatures of steps that have no graph."""
+        done = (each for warm_up in self._begun.values() for each in warm_up.done.values())
+        return [each for steps in done for each in steps if each not in captured]
 
     def begin(self, signature: Signature, is_later: bool = False) -> None:
         """Begin the warm-up of a signature, a short one if it comes later than others."""

@@ -28,21 +28,19 @@ from lightning_cudagraph.checks.audit.host_objects import is_users_class, lineag
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
+from lightning_cudagraph.checks.guards.remedies import CHOOSE
 from lightning_cudagraph.checks.guards.structure import Structure, described
 from lightning_cudagraph.checks.guards.switches import global_switches
-from lightning_cudagraph.errors import Location, see
+from lightning_cudagraph.errors import Location
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 
 _State = dict[str, Any]
-_CHOOSE = (
-    "Branch on `batch_idx`, on `global_step` or on a whole number in the batch in its place: each path"
-    " has a graph." + see("paths")
-)
 _CHOICES = (str, bytes, bool, type(None))
 
 # After so many changes that checks found to have no effect, a part is not compared any more.
 _CHECKS_TO_CLEAR = 3
 _MAX_NAMED = 3  # in a note
+_MAX_SHOWN = 120  # characters of a value
 
 
 class Change(str):
@@ -50,12 +48,13 @@ class Change(str):
 
     Attributes:
         location: the first line of user code that reads what has changed; None if it is unknown.
-        remedy: what to do about a text, a truth value or the like, for which no tensor can stand; else
-            empty.
+        remedy: what to do about it, if its words do not tell.
+        is_after_pause: user code may have run before, as between two epochs.
     """
 
     location: Location | None = None
     remedy = ""
+    is_after_pause = False
 
     @classmethod
     def of(cls, moved: Moved, codes: Sequence[CodeType]) -> Change:
@@ -66,7 +65,7 @@ class Change(str):
         """
         change = cls(moved.words)
         change.location = first_line(moved.attribute, True, codes)
-        change.remedy = _CHOOSE if type(moved.now) in _CHOICES else ""
+        change.remedy = CHOOSE if type(moved.now) in _CHOICES else ""
         return change
 
 
@@ -346,7 +345,10 @@ class Guards:
             return Change.of(known, self.all_mentioned().users_code)
         for label, read, was in self._reads:
             if not same(was, now := read()):
-                return f"{label} changed{in_words(was, now)}"
+                change = Change(f"{label} changed{in_words(was, now)}")
+                name = label.strip("`").rpartition(".")[2]
+                change.location = first_line(name, False, self.all_mentioned().users_code)
+                return change
         if moved:
             self._moved, self.suspicion = moved, moved[0].words
         if self._structure.registered_hooks() or self._suspect:
@@ -380,8 +382,14 @@ def _first_difference(before: _State, now: _State) -> str | None:
     for name in {**before, **now}:
         was, is_now = before.get(name), now.get(name)
         if was != is_now:
-            return f"{name} changed from {was} to {is_now}"
+            return f"{name} changed from {_shown(was)} to {_shown(is_now)}"
     return None
+
+
+def _shown(value: Any) -> str:
+    """A value in words; of a long list of hooks, the end, where new ones are."""
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN else f"... {text[-_MAX_SHOWN:]}"
 
 
 def _name_of(namespace: Mapping[str, Any]) -> str:
