@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cudagraph.checks.guards.guards import Change
 from lightning_cudagraph.device.shown_frames import leave_users_frames
-from lightning_cudagraph.errors import Finding, UnsupportedError
+from lightning_cudagraph.errors import Finding, UnsupportedError, together
 from lightning_cudagraph.timing.output.stages import AFTER_PAUSES
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
@@ -199,7 +199,7 @@ def _report(
     return DiagnosisReport(
         step=f"{type(module).__qualname__}.training_step",
         backend=summary.backend,
-        findings=tuple(sorted(found, key=_line)),
+        findings=tuple(sorted(together(found), key=_line)),
         notes=(*summary.notes, *stale, *([] if found else eager), *others),
         replayed_steps=fit.replayed,
         estimate=estimate,

@@ -169,11 +169,11 @@ class Recorder:
                 self._run.carried.inside(lambda: ", ".join(turn.whose for turn in turns))
             )
             stack.enter_context(body.arithmetic(capturing))
+            stack.callback(self._metrics.undo)  # before the audit compares, behind an error too
             with self._run.numbers.noted_step(reads):
                 _run_body(body, inner, lambda: behind)
             result = inner.consume_result()
             self._metrics.write_back()
-            self._metrics.undo()
             if audit is not None:
                 self._metrics.tell_reads(audit.mentioned)
         if result.loss is None:
