@@ -122,7 +122,9 @@ def _in_one(group: list[Finding]) -> Finding:
     remedy = first.remedy
     if listed and (own := f'["{listed[0][1:-1]}"]') in remedy:
         remedy = remedy.replace(own, str([name[1:-1] for name in listed]).replace("'", '"'))
-    return replace(first, what=f"{first.what} So too with {shown}." if shown else first.what, remedy=remedy)
+    return replace(
+        first, what=f"{first.what} So too with {shown}." if shown else first.what, remedy=remedy
+    )
 
 
 class CUDAGraphError(RuntimeError):

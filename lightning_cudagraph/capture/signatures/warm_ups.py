@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import Any
 
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.signatures import make_room
@@ -67,7 +68,7 @@ class WarmUps:
             self._begun[signature] = parts
         return self._begun.get(signature)
 
-    def of_others(self, captured: Container[Signature]) -> list[Signature]:
+    def of_others(self, captured: GraphsBySignature[Any]) -> list[Signature]:
         """The signatures of steps that have no graph."""
         done = (each for warm_up in self._begun.values() for each in warm_up.done.values())
         return [each for steps in done for each in steps if each not in captured]

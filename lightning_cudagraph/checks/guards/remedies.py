@@ -34,9 +34,9 @@ _OF_KINDS = (
     ),
     (
         r"^`(?:\w+\.)*current_epoch`",
-        "Compare it in `on_train_epoch_start`, and keep the result, `self.is_late = self.current_epoch >="
-        " 2`: the graph is captured again only if that changes. To compute with it, keep it in a"
-        " registered buffer, written with `fill_`." + see("changing_numbers"),
+        "Compare it in `on_train_epoch_start`, and keep the result, `self.is_late = self.current_epoch"
+        " >= 2`: the graph is captured again only if that changes. To compute with it, write it into a"
+        " registered buffer there, with `fill_`." + see("changing_numbers"),
     ),
     (
         r"^`\w+` of param group ",
@@ -55,12 +55,12 @@ _VALUES = (
 
 
 def kind_of(change: str) -> str:
-    """What has changed, in words, without the values: the same for each of its changes."""
+    """Leave the values out of the words for a change, so that all changes of one thing have the same."""
     for values, words in _VALUES:
         change = values.sub(words, change)
     return change
 
 
 def remedy_of(kind: str) -> str:
-    """What to do about something that changes between steps; empty if nothing is known."""
+    """Return one thing to do about what changes between steps; empty if nothing is known."""
     return next((remedy for words, remedy in _OF_KINDS if re.search(words, kind)), "")

@@ -253,7 +253,9 @@ def _reads_index(call: Call) -> bool:
 
 
 def _writes_item(call: Call, where: Location) -> bool:
-    return call.name == "__setitem__" or re.match(r"[^=]*\]\s*[-+*/%@|&^]{1,2}=", where.source) is not None
+    return (
+        call.name == "__setitem__" or re.match(r"[^=]*\]\s*[-+*/%@|&^]{1,2}=", where.source) is not None
+    )
 
 
 def of_use(call: Call | None, where: Location | None, words: Words) -> Words:

@@ -43,10 +43,10 @@ class MetricCall:
         """Execute it with copies of the outputs; return the leaves of a deferred result."""
         raise NotImplementedError
 
+
 KEEP_SUMS = (
-    "Log or read it in `on_train_batch_end`. If the step computes with it, keep its sums in registered"
-    " buffers (`self.hits += (out.argmax(1) == y).sum()`, `self.seen += len(y)`), and compute it from them."
-    + see("metrics")
+    " If the step computes with it, keep sums in registered buffers in its place (`self.hits +="
+    " (out.argmax(1) == y).sum()`, `self.seen += len(y)`)." + see("metrics")
 )
 
 
@@ -253,7 +253,7 @@ class Later(Tensor):
         """Refuse a use of the value."""
         forbid(
             f"a use of what the metric `{self.call.name}` returns, which is known only after the replay",
-            f"Log it. {KEEP_SUMS}",
+            "Log it, or use it in `on_train_batch_end`." + KEEP_SUMS,
             user_location(),
         )
 

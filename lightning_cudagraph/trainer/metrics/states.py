@@ -254,7 +254,7 @@ class StepMetrics:
                 forbid(
                     f"`{name}.{method}()`, because the state of a metric is brought up to date after the"
                     " replay",
-                    KEEP_SUMS,
+                    "Log or read it in `on_train_batch_end`." + KEEP_SUMS,
                     user_location(),
                 )
             return plain(*args, **kwargs)
