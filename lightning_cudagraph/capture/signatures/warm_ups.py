@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,7 @@ class WarmUps:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._begun: dict[Signature, _WarmUp] = {}
+        self._first: list[Signature] = []  # steps of warm-ups that are forgotten
 
     def left(self, signature: Signature, accumulation: AccumulationPhase) -> int:
         """Return the number of warm-up steps left before a capture."""
@@ -69,9 +71,12 @@ class WarmUps:
         return self._begun.get(signature)
 
     def of_others(self, captured: GraphsBySignature[Any]) -> list[Signature]:
-        """The signatures of steps that have no graph."""
-        done = (each for warm_up in self._begun.values() for each in warm_up.done.values())
-        return [each for steps in done for each in steps if each not in captured]
+        """The signatures of the run's first warm-up steps that have no graph."""
+        return [each for each in self._first or self._done() if each not in captured]
+
+    def _done(self) -> list[Signature]:
+        steps = (each for warm_up in self._begun.values() for each in warm_up.done.values())
+        return [*chain.from_iterable(steps)]
 
     def begin(self, signature: Signature, is_later: bool = False) -> None:
         """Begin the warm-up of a signature, a short one if it comes later than others."""
@@ -85,4 +90,5 @@ class WarmUps:
 
     def forget(self) -> None:
         """Begin every warm-up again."""
+        self._first = self._first or self._done()
         self._begun.clear()
