@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
