@@ -119,11 +119,14 @@ class Signature:
                 " plain tensor, since its static buffer would be one.",
                 "Pass `tensor.as_subclass(torch.Tensor)`.",
             )
-        if leaf.layout is not torch.strided or leaf.is_quantized:
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
+            kind = f"tensor of layout {leaf.layout}"
+            kind = (
+                "nested tensor" if leaf.is_nested else "quantized tensor" if leaf.is_quantized else kind
+            )
             raise BatchError(
-                f"`{path}` is a tensor of layout {leaf.layout}, and only strided tensors have static"
-                " buffers.",
-                "Pass its indices and values as strided tensors.",
+                f"`{path}` is a {kind}, and only plain strided tensors have static buffers.",
+                "Pass its parts as strided tensors (indices and values, or padded values and lengths).",
             )
         if leaf.requires_grad:
             raise BatchError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from inspect import unwrap
-from types import CodeType
+from io import IOBase
+from types import CodeType, WrapperDescriptorType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -104,13 +105,20 @@ def _image(state: Any) -> Any:
 
 @cached_by_class
 def _is_iterator_type(kind: Any) -> bool:
-    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+    return type(getattr(kind, "__next__", None)) is WrapperDescriptorType and not issubclass(
+        kind, IOBase
+    )
 
 
 def is_iterator(value: Any) -> bool:
-    """True for an iterator or generator of Python itself: its position cannot be restored."""
+    """True for an iterator or generator that is written in C: its position cannot be restored."""
     kind: Any = type(value)
     return _is_iterator_type(kind)
+
+
+def holds_iterator(value: Any) -> bool:
+    """True for an iterator, and for a tuple with iterators."""
+    return is_iterator(value) or (isinstance(value, tuple) and any(map(holds_iterator, value)))
 
 
 class HeldIterator:
@@ -127,9 +135,10 @@ class HeldIterator:
         self._name = name
         self._of = of
 
-    def give_back(self) -> Any:
-        """The iterator itself."""
-        return self._iterator
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
 
     def __iter__(self) -> HeldIterator:
         return self

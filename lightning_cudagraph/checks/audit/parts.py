@@ -64,12 +64,12 @@ class How(NamedTuple):
 
     Attributes:
         is_attributes: it is the attribute dictionary of its owner.
-        in_tuple: it was found in a tuple, in which it cannot be replaced.
+        is_fixed: its holder cannot be given another object instead of it.
         draws: of a host random generator, read the state instead of the seed.
     """
 
     is_attributes: bool = False
-    in_tuple: bool = False
+    is_fixed: bool = False
     draws: bool = False
 
 
@@ -350,7 +350,7 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     elif (hidden := _hidden(value)) is not None:
         holder = None
         read = lambda: {"": hidden()}  # noqa: E731
-        if is_iterator(value) and not how.in_tuple:
+        if is_iterator(value) and not how.is_fixed:
             write = _nothing  # during a capture a `HeldIterator` replaces it, and refuses draws
     elif kind is FunctionType:
         read = lambda: _of_function(value)  # noqa: E731
