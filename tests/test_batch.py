@@ -169,8 +169,6 @@ def test_tensors_elsewhere_and_sparse_ones_are_refused() -> None:
         Signature([torch.zeros(2, 2).to_sparse()], CPU)
     with pytest.raises(BatchError, match=r"`batch\[0\]` is a nested tensor"):
         Signature([torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])], CPU)
-    with pytest.raises(BatchError, match=r"`batch\[0\]` is a quantized tensor"):
-        Signature([torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8)], CPU)
 
 
 def plain_batch() -> Any:
