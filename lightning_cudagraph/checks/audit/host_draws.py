@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from lightning_cudagraph.checks.audit.host_objects import cached_by_class
+from lightning_cudagraph.checks.audit.host_objects import cached_by_class, lineage, namespace_of
 from lightning_cudagraph.device.sentry.first_refusal import refused
 from lightning_cudagraph.device.sentry.sentry import forbidden, user_location
 from lightning_cudagraph.errors import see
@@ -105,9 +105,10 @@ def _image(state: Any) -> Any:
 
 @cached_by_class
 def _is_iterator_type(kind: Any) -> bool:
-    return type(getattr(kind, "__next__", None)) is WrapperDescriptorType and not issubclass(
-        kind, IOBase
-    )
+    # Not by `getattr`, which makes a mock answer.
+    found = (namespace_of(base).get("__next__") for base in lineage(kind))
+    of_c = type(next(filter(None, found), None)) is WrapperDescriptorType
+    return of_c and not issubclass(kind, IOBase)
 
 
 def is_iterator(value: Any) -> bool:

@@ -369,7 +369,10 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     elif (data := _bytes_of(value)) is not None:
         holder, read = None, lambda: {"": _bytes_of(value)}
         kwargs["is_large"] = len(data) > _QUICK_BYTES
-        write = lambda parts: _write_bytes(value, parts[""])  # noqa: E731
+        if not _is_read_only(
+            value
+        ):  # a NumPy scalar with fields changes, and its buffer cannot be written
+            write = lambda parts: _write_bytes(value, parts[""])  # noqa: E731
     elif slots_of(kind) and not _has_state_in_c(kind):
         read, write = dict, _nothing  # it has the slots alone
     else:
@@ -582,10 +585,15 @@ def _bytes_of(value: Any) -> bytes | None:
         return None
 
 
+def _is_read_only(value: Any) -> bool:
+    with memoryview(value) as view:
+        return view.readonly
+
+
 def _write_bytes(value: Any, data: bytes) -> None:
     with memoryview(value) as view, view.cast("B") as flat:
         is_as_long = len(flat) == len(data)
-        if is_as_long and not view.readonly:
+        if is_as_long:
             flat[:] = data
     if is_as_long:
         return
