@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, UnsupportedError
+from lightning_cudagraph.optim import compiled
 from lightning_cudagraph.optim.compiled import is_compiled
 from tests import test_fp16
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
@@ -517,3 +518,16 @@ def test_what_is_said_of_them(tmp_path: Path, accelerator: str, cls: type[O.Opti
     callback = CUDAGraphCallback(scope="step")
     with pytest.raises(UnsupportedError, match=f"(?s){LEFT_ALONE[cls]}"):
         train(make(lambda: Net(cls)), tmp_path, callback, accelerator=accelerator)
+
+
+def test_the_first_compilation_of_a_process_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes much in torch, such as the checks of distributions."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("compiled")
+
+    step = O.LBFGS.step
+    monkeypatch.setattr(O.LBFGS, "step", getattr(step, "_torchdynamo_orig_callable", step))
+    monkeypatch.setattr(torch, "compile", fail)
+    compiled._wrapper_code.cache_clear()
+    assert not compiled.is_in_compiled_code()

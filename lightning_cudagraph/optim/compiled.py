@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.forms import Form
@@ -44,6 +44,10 @@ def _nothing() -> None:
 
 def is_in_compiled_code() -> bool:
     """True if a compiled function is among the callers."""
+    # The first `torch.compile` of a process changes much in torch, such as the checks of distributions.
+    # It must be the user's.
+    if not getattr(LBFGS.step, "_torchdynamo_disable", False):
+        return False
     wrapper = _wrapper_code()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

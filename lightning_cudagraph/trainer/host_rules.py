@@ -184,7 +184,6 @@ def outside_of_model(trainer: pl.Trainer) -> list[Root]:
         *trainers.callbacks,
         trainers.datamodule,
         *trainer.loggers,
-        *(vars(logger).get("_experiment") for logger in trainer.loggers),
         getattr(loader, "dataset", None),
     ]
     sampler = getattr(loader, "batch_sampler", None)
