@@ -23,8 +23,8 @@ from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.traced import Stage
+from lightning_cudagraph.trainer.common.step_numbers import StepNumbers
 from lightning_cudagraph.trainer.training.captured_step import recording
-from lightning_cudagraph.trainer.training.captured_step.step_numbers import StepNumbers
 from tests.harness import Net, assert_same, differences, make, train
 from tests.optimizers import BranchesOnTheDevice
 

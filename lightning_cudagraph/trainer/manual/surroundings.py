@@ -30,9 +30,9 @@ from lightning_cudagraph.graphed_step.surroundings import (
     scaler_calls,
     scheduler_steps,
 )
+from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy
 from lightning_cudagraph.trainer.config.support import callbacks_of, scaler_of
-from lightning_cudagraph.trainer.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads

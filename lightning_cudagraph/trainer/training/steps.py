@@ -376,11 +376,10 @@ class TrainingSteps:
     def _learning(self) -> Iterator[None]:
         run = self._run
         detach_recomputed(run.module)  # first, because the watch of effects keeps references
-        with run.metrics.learning(), run.hooks.learning(), run.guards.effects.watched():
+        with run.hooks.learning(), run.learning():
             yield
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        with self._recorder.undone(), self._part.undone(), self._run.replicas.undone():
-            self._run.metrics.prepare()
+        with self._recorder.undone(), self._part.undone(), self._run.undone():
             yield

@@ -23,8 +23,8 @@ from lightning_cudagraph.graphed_step.record import StepFunction
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun, StepSettings, backend_for
 from lightning_cudagraph.graphed_step.surroundings import PlainLoop
+from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES
 from lightning_cudagraph.trainer.config.support import callbacks_of
-from lightning_cudagraph.trainer.host_rules import OWN_ATTRIBUTES
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.training.run import TrainingRun
 
