@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_cudagraph.checks.audit.calls.host_calls import uses_refused
 from lightning_cudagraph.checks.audit.frozen import effect_error
-from lightning_cudagraph.checks.audit.host_calls import uses_refused
 from lightning_cudagraph.checks.audit.host_lines import (
     first_line,
     is_set_elsewhere,

@@ -17,7 +17,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.amp import GradScaler
 
-from lightning_cudagraph.checks.audit.host_calls import HostRules
+from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.compat.features import FABRIC, MANUAL
 from lightning_cudagraph.compat.names.lightning_names import _FabricModule, _FabricOptimizer
