@@ -1,21 +1,27 @@
-"""The state that all engines of a run share."""
+"""The state that all engines of a run share, and that of the parts of one engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Step, StepCounts
 from lightning_cudagraph.capture.stream_choice import Streams
+from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.processes.agreement import Agreement
+from lightning_cudagraph.tensors.external_references import GradientCopies
 from lightning_cudagraph.tensors.signatures import Signatures
+
+T = TypeVar("T")
 
 
 class CaptureSettings(Protocol):
@@ -36,6 +42,23 @@ class CaptureSettings(Protocol):
     @property
     def streams(self) -> Streams:
         """The number of streams of a capture, or the way it is chosen."""
+
+
+@dataclass
+class EngineContext(Generic[T]):
+    """The state that the parts of one engine share.
+
+    Attributes:
+        guards: compare what its graphs have baked in.
+        graphs: those captured so far.
+        copies: of gradients, for user code that holds references to them.
+    """
+
+    run: RunContext
+    guards: Guards
+    graphs: GraphsBySignature[T]
+    warm_ups: WarmUps
+    copies: GradientCopies = field(default_factory=GradientCopies)
 
 
 @dataclass
