@@ -414,15 +414,15 @@ class CUDAGraphCallback(Callback):
 
     def _settings(self) -> Settings:
         return Settings(
-            self.scope,
-            self.warmup_steps or DEFAULT_WARMUP_STEPS,
-            self.on_unsupported == "raise",
-            self.timings,
-            self.verify or NO_CHECKS,
-            self.max_graphs,
-            frozenset(self.harmless),
-            streams_for(self.streams),
-            self.compile,
-            self.warmup_steps is None and not self._is_examined,
-            self._is_examined,
+            scope=self.scope,
+            warmup_steps=self.warmup_steps or DEFAULT_WARMUP_STEPS,
+            raise_unsupported=self.on_unsupported == "raise",
+            timings=self.timings,
+            verify=self.verify or NO_CHECKS,
+            max_graphs=self.max_graphs,
+            harmless=frozenset(self.harmless),
+            streams=streams_for(self.streams),
+            compile=self.compile,
+            measures_plain_steps=self.warmup_steps is None and not self._is_examined,
+            is_examined=self._is_examined,
         )

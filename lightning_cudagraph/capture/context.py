@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
@@ -24,24 +24,21 @@ from lightning_cudagraph.tensors.signatures import Signatures
 T = TypeVar("T")
 
 
-class CaptureSettings(Protocol):
-    """The settings that all front ends have in common; each front end documents its own."""
+@dataclass(frozen=True, kw_only=True)
+class CaptureSettings:
+    """The user's settings that all front ends have in common; each front end documents its own.
 
-    @property
-    def warmup_steps(self) -> int:
-        """Number of eager steps on the side stream before a capture."""
+    Attributes:
+        raise_unsupported: raise if a step cannot be captured, instead of going on with eager steps.
+        max_graphs: the most batch signatures with graphs. Batches of others run eagerly.
+    """
 
-    @property
-    def raise_unsupported(self) -> bool:
-        """True to raise if a step cannot be captured; False to fall back to eager steps."""
-
-    @property
-    def verify(self) -> Verification:
-        """The schedule of verified replays."""
-
-    @property
-    def streams(self) -> Streams:
-        """The number of streams of a capture, or the way it is chosen."""
+    warmup_steps: int
+    raise_unsupported: bool
+    verify: Verification
+    harmless: frozenset[str] = frozenset()
+    max_graphs: int
+    streams: Streams = 1
 
 
 @dataclass
@@ -68,7 +65,6 @@ class RunContext:
     Attributes:
         announce: shows a sentence to the user.
         agreement: votes with the other processes; None in a run of one process.
-        max_signatures: the most batch signatures with graphs. Batches of others run eagerly.
         learning_rates: returns the current ones; a replay with new ones is verified.
         narrow: given the error of a capture, returns True if a smaller scope is captured from now on.
         on_give_up: called when the run falls back to eager steps for good.
@@ -85,7 +81,6 @@ class RunContext:
     announce: Callable[[str], None]
     wording: Wording = field(default_factory=Wording)
     agreement: Agreement | None = None
-    max_signatures: int = 1
     learning_rates: Callable[[], tuple[Any, ...]] = tuple
     narrow: Callable[[UnsupportedError], bool] = lambda error: False
     on_give_up: Callable[[], None] = lambda: None
@@ -107,4 +102,4 @@ class RunContext:
             self.agreement,
             settings.verify.budget,
         )
-        self.signatures = Signatures(self.max_signatures, settings.warmup_steps, self.wording)
+        self.signatures = Signatures(settings.max_graphs, settings.warmup_steps, self.wording)

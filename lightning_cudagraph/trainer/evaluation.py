@@ -105,7 +105,6 @@ class GraphedEvaluation:
             run.carried,
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
             wording=wording_of(stage),
-            max_signatures=settings.max_graphs,
         )
         self._verifier = context.verifier
         self._engine: StepEngine[_Outputs] = StepEngine(context, run.guards)

@@ -194,7 +194,7 @@ class Admission(Generic[T]):
         if dimension is None:
             where = self._graphs.reads.described(path)
             return f"`{path}`{where} has {least}{number} values; pass it as a tensor"
-        most = self._run.max_signatures
+        most = self._run.settings.max_graphs
         # Fewer lengths than graphs can be too many too, if they come seldom or something else varies.
         *chosen, longest = best_lengths(found, most if number > most else number // 2)
         lengths = f"{', '.join(map(str, chosen))} or {longest}" if chosen else str(longest)

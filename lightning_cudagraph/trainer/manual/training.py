@@ -32,7 +32,7 @@ from lightning_cudagraph.errors import UnsupportedError, Wording, see
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, StepRecorder, StepResult
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
-from lightning_cudagraph.graphed_step.run import StepRun, StepSettings
+from lightning_cudagraph.graphed_step.run import StepRun
 from lightning_cudagraph.graphed_step.step import GraphedStep
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
 from lightning_cudagraph.tensors.host_values import HostReads, value_of
@@ -101,14 +101,7 @@ class ManualTraining:
                 StepReplicas(module),
             ),
             backend,
-            StepSettings(
-                settings.warmup_steps,
-                settings.raise_unsupported,
-                settings.verify,
-                settings.harmless,
-                settings.max_graphs,
-                settings.streams,
-            ),
+            settings,
             self._logs,
             trainer,
             StepNumbers(surroundings.steps, settings),
@@ -333,7 +326,7 @@ class _ManualRun(StepRun):
         self,
         of: StepFunction,
         backend: Backend,
-        settings: StepSettings,
+        settings: Settings,
         logs: Logs,
         trainer: pl.Trainer,
         numbers: StepNumbers,
