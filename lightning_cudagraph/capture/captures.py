@@ -223,7 +223,7 @@ class Captures(Generic[T]):
                     tried.captured.release()
                     tried.captured = None
         if is_broken:
-            step.mend()
+            step.repair()
         if tried.has_failed and not tried.reads.are_new:  # it fails whatever it reads
             tried.reads = _Reads(tried.reads.has_values, are_new=False, are_of_another=False)
         return tried

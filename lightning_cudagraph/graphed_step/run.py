@@ -297,7 +297,7 @@ class StepRun:
             accumulation=accumulation,
             kept=lambda: not self._owns_gradients,
             is_broken=self._replicas.is_broken,
-            mend=self._replicas.reset,
+            repair=self._replicas.reset,
             learning=partial(kind.learning, recorder.lent(arguments)),
             specialization=kind.mode,
             beside=arguments.beside,

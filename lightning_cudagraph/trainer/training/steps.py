@@ -349,7 +349,7 @@ class TrainingSteps:
             transaction=self._undone,
             parameters=lambda: self._part.parameters(self._makes_gradients(accumulation)),
             is_broken=run.replicas.is_broken,
-            mend=run.replicas.reset,
+            repair=run.replicas.reset,
             eager_reason=run.replicas.eager_reason(accumulation),
             in_window=run.trainer.accumulate_grad_batches > 1,
             kept=lambda: self._part.behind is not None or not gradients_unseen(run.trainer, run.module),

@@ -120,23 +120,23 @@ class Recorder:
                     parts.audit.end_backward()
             behind = True
 
-        turns: list[HostBreak] = []
+        breaks: list[HostBreak] = []
         before = {id(p): _gradient(p) for p in self._module.parameters()}
         taken = 0
         with ExitStack() as stack:
             stack.enter_context(unprofiled(self._trainer))
 
-            def turn(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
+            def break_graph(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
                 nonlocal taken, uncounted
                 self._metrics.write_back()
                 part = self._logs.finished(parts.events[taken:], place, capturing, is_last=False)
-                turns.append(HostBreak(whose, part, uncounted, run, parts.recomputed.so_far()))
+                breaks.append(HostBreak(whose, part, uncounted, run, parts.recomputed.so_far()))
                 taken, uncounted = len(parts.events), 0
                 if cut is not None:
                     with marks.stage("host") if marks is not None else nullcontext():
                         cut(whose, drops_here)
 
-            left_out = self._hooks.left_out(inner, body.optimizer.optimizer, turn, end_backward)
+            left_out = self._hooks.left_out(inner, body.optimizer.optimizer, break_graph, end_backward)
             stack.enter_context(left_out)
             if marks is not None:  # before the audit, which would attribute their hooks to the step
                 stack.enter_context(marks.recording())
@@ -146,7 +146,7 @@ class Recorder:
                     place,
                     batch,
                     capturing,
-                    lambda: ", ".join(turn.whose for turn in turns),
+                    lambda: ", ".join(at_break.whose for at_break in breaks),
                     noted=frozenset() if reads is None else STEP_GETTERS,
                 ) as parts,
                 body.arithmetic(capturing),
@@ -170,7 +170,7 @@ class Recorder:
             marks,
             trained,
             uncounted,
-            turns,
+            breaks,
             self._hooks.after_backward,
             parts.recomputed,
         )
