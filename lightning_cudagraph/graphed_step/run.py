@@ -105,7 +105,6 @@ class StepRun:
     """The run of one function.
 
     Args:
-        of: the function, and the objects that it uses.
         processes: the votes with other processes; None if this process calls the function alone.
         reads: the host values that captured steps read; None if all are part of the signature.
 

@@ -25,7 +25,6 @@ class StepNumbers:
     Args:
         total: returns the tracker of Lightning's loop that counts the steps; None in an evaluation,
             where `global_step` stays what it is.
-        settings: with the numbers that the user allows to be frozen, and the most graphs.
     """
 
     def __init__(self, total: Callable[[], Any], settings: Settings) -> None:

@@ -93,7 +93,6 @@ class HostCalls:
         state: the walk, which gets the user's globals and closures before code that mentions them runs.
         after_backward: True if the backward pass has ended. From then on, learning rates that the step
             reads are on the device, and returned optimizers are not recorded.
-        device_type: that of the device of the step.
     """
 
     def __init__(
