@@ -21,7 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
@@ -39,7 +39,7 @@ from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.tensors.recomputed import Recomputed
 from lightning_cudagraph.timing.output.stages import StageSummary
-from lightning_cudagraph.trainer.common.captured_run import CapturedRun
+from lightning_cudagraph.trainer.common.captured_run import CapturedRun, gradient_of
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.config.support import Stage, check_evaluation
@@ -252,22 +252,18 @@ class GraphedEvaluation:
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:
         """Refuse a step that changes gradients: they belong to the training graphs."""
-        before = [(parameter, parameter.grad) for parameter in self._module.parameters()]
-        versions = [_version(gradient) for _, gradient in before]
+        before = [(name, p, p.grad, gradient_of(p)) for name, p in self._module.named_parameters()]
         try:
             yield
-            for (parameter, gradient), version in zip(before, versions, strict=True):
-                if parameter.grad is not gradient or _version(gradient) != version:
+            for name, parameter, _, was in before:
+                if gradient_of(parameter) != was:
                     raise CaptureError(
-                        f"`{self._step_name}` leaves gradients in `{self._name_of(parameter)}`.",
+                        f"`{self._step_name}` leaves gradients in `{name}`.",
                         "Use `torch.autograd.grad`, which returns them.",
                     )
         finally:
-            for parameter, gradient in before:
+            for _, parameter, gradient, _ in before:
                 parameter.grad = gradient
-
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(name for name, p in self._module.named_parameters() if p is parameter)
 
 
 def wording_of(stage: Stage) -> Wording:
@@ -288,7 +284,3 @@ def wording_of(stage: Stage) -> Wording:
             ),
         },
     )
-
-
-def _version(gradient: Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from torch import nn
 
 from lightning_cudagraph.checks.audit.frozen import StepAudit, frozen_python_audit
 from lightning_cudagraph.checks.guards.guards import (
@@ -16,6 +17,7 @@ from lightning_cudagraph.checks.guards.guards import (
     OutsideModel,
     Unguarded,
 )
+from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
@@ -38,6 +40,16 @@ from lightning_cudagraph.trainer.metrics.states import StepMetrics
 
 # Set by Lightning around each hook, and restored after it.
 _OF_LIGHTNING = frozenset({"_current_fx_name"})
+
+
+# A gradient and its version counter, or None.
+Gradient = tuple[Identity, int] | None
+
+
+def gradient_of(parameter: nn.Parameter) -> Gradient:
+    """The gradient of a parameter, in a form that shows if it is rebound or written later."""
+    gradient = parameter.grad
+    return None if gradient is None else (Identity(gradient), gradient._version)
 
 
 class RecordedParts(NamedTuple):

@@ -49,7 +49,7 @@ class ManualOptimization(PlainLoop):
     """A `training_step` with manual optimization."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self.around: Mapping[str, Any] = {"trainer": trainer}
         self.unwatched = PlainLoop.unwatched | OWN_ATTRIBUTES
 
@@ -57,22 +57,22 @@ class ManualOptimization(PlainLoop):
         return optimizer_inside(optimizer)
 
     def scaler(self) -> GradScaler | None:
-        return scaler_of(self._trainer)
+        return scaler_of(self.trainer)
 
     def check(self) -> None:
         require(MANUAL)
-        strategy = self._trainer.strategy
+        strategy = self.trainer.strategy
         refuse_strategy(strategy)
-        if self._trainer.world_size > 1 or isinstance(strategy, DDPStrategy):
+        if self.trainer.world_size > 1 or isinstance(strategy, DDPStrategy):
             # The DDP wrapper's forward pass is outside of the function, its backward pass inside.
             raise UnsupportedError(
-                f"The run has {self._trainer.world_size} process(es), with"
+                f"The run has {self.trainer.world_size} process(es), with"
                 f" `{type(strategy).__qualname__}`; captured so far is manual optimization on a"
                 " single device.",
                 "Pass `Trainer(devices=1)`; or write the loop with Fabric, where `GraphedStep` knows"
                 " `DistributedDataParallel`.",
             )
-        for callback in callbacks_of(self._trainer):
+        for callback in callbacks_of(self.trainer):
             if isinstance(callback, LayerTimingsMonitor):
                 raise UnsupportedError(
                     "The trainer has a `LayerTimingsMonitor`, which times eager steps by hooks in"
@@ -101,7 +101,7 @@ class ManualOptimization(PlainLoop):
     def rules_with_logs(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
         """Return the rules for a step whose logs and metric calls follow after each replay."""
         return replace(
-            host_rules(self._trainer, harmless | _OWN_OF_TOGGLING),
+            host_rules(self.trainer, harmless | _OWN_OF_TOGGLING),
             refused={**scheduler_steps(), **scaler_calls(scaler)},
         )
 
@@ -116,7 +116,7 @@ class ManualOptimization(PlainLoop):
         read.tell(mentioned, lambda metric, name: False)
 
     def _wrappers(self) -> list[LightningOptimizer]:
-        return list(self._trainer.strategy._lightning_optimizers)
+        return list(self.trainer.strategy._lightning_optimizers)
 
     @contextmanager
     def noted(self, notes: list[Callable[[], object]]) -> Iterator[None]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.checks.audit.host_lines import line_that_returns_none
-from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.device.sentry.compiled import recompilation
 from lightning_cudagraph.device.sentry.first_refusal import going_on
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError, see
@@ -24,6 +23,7 @@ from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, names_a_class, value_of
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
+from lightning_cudagraph.trainer.common.captured_run import Gradient, gradient_of
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS
 from lightning_cudagraph.trainer.config.support import check_optimizer_part
@@ -36,9 +36,6 @@ from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_forward, timed_stages
-
-# A gradient and its version counter, or None.
-_Gradient = tuple[Identity, int] | None
 
 
 class Recorder:
@@ -121,7 +118,7 @@ class Recorder:
             behind = True
 
         breaks: list[HostBreak] = []
-        before = {id(p): _gradient(p) for p in self._module.parameters()}
+        before = {id(p): gradient_of(p) for p in self._module.parameters()}
         taken = 0
         with ExitStack() as stack:
             stack.enter_context(unprofiled(self._trainer))
@@ -180,12 +177,12 @@ class Recorder:
         """Layers and stages that no captured timed step has times of, with the reason."""
         return self._untimed or {}
 
-    def _trained(self, before: Mapping[int, _Gradient]) -> dict[str, nn.Parameter]:
+    def _trained(self, before: Mapping[int, Gradient]) -> dict[str, nn.Parameter]:
         """The parameters with gradients that the step has written, and not the host before it."""
         return {
             name: parameter
             for name, parameter in self._module.named_parameters()
-            if parameter.grad is not None and _gradient(parameter) != before.get(id(parameter))
+            if parameter.grad is not None and gradient_of(parameter) != before.get(id(parameter))
         }
 
     def returned_none(self) -> UnsupportedError:
@@ -239,11 +236,6 @@ def _run_body(body: StepBody, closure: GraphClosure, is_behind: Callable[[], boo
             " `on_before_optimizer_step` and `configure_gradient_clipping`.",
             in_optimizer=True,
         ) from error
-
-
-def _gradient(parameter: nn.Parameter) -> _Gradient:
-    gradient = parameter.grad
-    return None if gradient is None else (Identity(gradient), gradient._version)
 
 
 def _detached(leaf: Any) -> Any:
