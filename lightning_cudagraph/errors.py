@@ -7,6 +7,7 @@ which the class makes the lines.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -93,6 +94,39 @@ class Finding:
         return self.what, self.location and replace(self.location, called=None)
 
 
+# What may differ between findings that one change of a line mends: names, texts and numbers.
+_NAMED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"|-?\d[\d.e+-]*")
+_MAX_NAMED = 5
+
+
+def together(findings: Iterable[Finding]) -> list[Finding]:
+    """Put findings on one line that differ in a name or a number alone into one, with all names."""
+    groups: dict[Hashable, list[Finding]] = {}
+    for finding in findings:
+        texts = (_NAMED.sub("", text) for text in (finding.what, finding.remedy))
+        line = finding.location and (finding.location.path, finding.location.line)
+        groups.setdefault((*texts, line, finding.in_optimizer), []).append(finding)
+    return [_in_one(group) for group in groups.values()]
+
+
+def _in_one(group: list[Finding]) -> Finding:
+    """One finding for several on a line: the first name that differs stands for each of them."""
+    first, *others = group
+    if not others:
+        return first
+    names = [_NAMED.findall(finding.what) for finding in group]
+    differ = next((each for each in zip(*names, strict=True) if len({*each}) > 1), ())
+    listed = [*dict.fromkeys(differ)]
+    more = f" and {len(listed) - _MAX_NAMED} more" if len(listed) > _MAX_NAMED else ""
+    shown = ", ".join(listed[1:_MAX_NAMED]) + more
+    remedy = first.remedy
+    if listed and (own := f'["{listed[0][1:-1]}"]') in remedy:
+        remedy = remedy.replace(own, str([name[1:-1] for name in listed]).replace("'", '"'))
+    return replace(
+        first, what=f"{first.what} So too with {shown}." if shown else first.what, remedy=remedy
+    )
+
+
 class CUDAGraphError(RuntimeError):
     """Base class of all errors raised by this package."""
 
@@ -163,7 +197,9 @@ class UnsupportedError(CUDAGraphError):
         """
         self.search_ended_by = ended_by
         known = {finding.key for finding in self.findings}
-        self._others += tuple(finding for finding in found if finding.key not in known)
+        new = [finding for finding in found if finding.key not in known]
+        first, *others = together([*self.findings, *new])
+        self.what, self.remedy, self._others = first.what, first.remedy, tuple(others)
 
 
 class CaptureError(UnsupportedError):

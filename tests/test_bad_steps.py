@@ -311,6 +311,28 @@ class Index(Reads):
         x[y.argmax()].sum()  # BAD
 
 
+class IndexOfWrite(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        x.clone()[y.argmax()] = 0.0  # BAD
+
+
+class IndexOfUpdate(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        z = x.clone()
+        z[y.argmax()] += 1.0  # BAD
+
+
+class Best(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        if x.sum() > self.factor:  # BAD
+            self.factor = x.sum()
+
+
+class BestOf(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.best = max(0.0, x.sum())  # BAD
+
+
 class Loop(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         while (x > 1).any():  # BAD
@@ -366,6 +388,8 @@ class ReplacedStorage(Reads):
 
 PLACES = "Index with a tensor of places: `places = (pointer + torch.arange(n"
 MASK = "leave the rest out by a mask, `torch.arange("
+WRITE = "tensor without dimensions.*`x[index.view(1)] = y`"
+BEST = "Keep it in a registered buffer.*`self.best.copy_(torch.where("
 REMEDIES: dict[type[Net], str] = {
     Classes: "`one_hot` without `num_classes`.*Pass it: `one_hot(labels, num_classes=10)`",
     Factor: "a tensor as `alpha`.*`x.add_(factor * y)` for `x.add_(y, alpha=factor)`",
@@ -377,6 +401,10 @@ REMEDIES: dict[type[Net], str] = {
     Size: MASK,
     Number: "use the tensor itself",
     Index: "tensor without dimensions.*`x[index.view(1)][0]`",
+    IndexOfWrite: WRITE,
+    IndexOfUpdate: WRITE,
+    Best: BEST,
+    BestOf: BEST,
     Loop: "Loop as often as is needed at most.*docs/recipes/early_exit.md",
     Choice: "Compute both, and choose with `torch.where`",
     Kept: "Return the tensor from the step.*`on_train_batch_end`",

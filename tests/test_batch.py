@@ -161,11 +161,14 @@ def test_a_tensor_that_carries_another_is_refused() -> None:
         Signature([carrying], CPU)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_elsewhere_and_sparse_ones_are_refused() -> None:
     with pytest.raises(BatchError, match=r"`batch\[0\]` is on meta"):
         Signature([torch.zeros(1, device="meta")], CPU)
     with pytest.raises(BatchError, match=r"`batch\[0\]` is a tensor of layout torch.sparse_coo"):
         Signature([torch.zeros(2, 2).to_sparse()], CPU)
+    with pytest.raises(BatchError, match=r"`batch\[0\]` is a nested tensor"):
+        Signature([torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])], CPU)
 
 
 def plain_batch() -> Any:

@@ -314,6 +314,18 @@ class Alternates(Kept):
         return super().training_step(batch, batch_idx) * (1 if self.phase == "a" else 2)
 
 
+class Freezes(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.head.bias.requires_grad_(batch_idx % 2 == 0)
+
+
+class Hooks(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            self.handle.remove()
+        self.handle = self.head.register_forward_hook(lambda module, given, out: out * 0.5)
+
+
 @pytest.mark.parametrize(
     ("cls", "what", "remedy"),
     [
@@ -322,8 +334,18 @@ class Alternates(Kept):
             "the address of parameter `head.bias` changed",
             "Write into the tensor (`copy_`",
         ),
-        (MovesAlways, "`weight` of the `MovesAlways` changed", "Keep it constant, or in a buffer"),
+        (
+            MovesAlways,
+            "`weight` of the `MovesAlways` changed",
+            "Hand it to the step in a registered buffer",
+        ),
         (Alternates, "`phase` of the `Alternates` changed", "Branch on `batch_idx`"),
+        (
+            Freezes,
+            "`requires_grad` of parameter `head.bias` changed",
+            "`if batch_idx % 2: h = h.detach()`",
+        ),
+        (Hooks, "`_forward_hooks` of `head` changed", "Register the hook once"),
     ],
 )
 def test_a_graph_that_goes_stale_again_and_again_is_a_finding(
@@ -335,6 +357,44 @@ def test_a_graph_that_goes_stale_again_and_again_is_a_finding(
     assert remedy in finding.remedy
     name = re.findall(r"`(\w+)` of the", what)
     assert [f"self.{each}" in str(finding.location) for each in name] == [True for _ in name]
+
+
+class OfEpochs(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        if self.global_step < 2:
+            print(loss.item())
+        return loss * 2 if self.current_epoch >= 1 else loss
+
+
+def test_a_new_epoch_is_a_note_and_a_path_of_the_warm_up_too(accelerator: str) -> None:
+    report = CUDAGraphCallback().check(make(OfEpochs), loader(ragged=False), _trainer(accelerator))
+    assert report.is_captured, report
+    (stale,) = (note for note in report.notes if "captured again" in note)
+    assert "`current_epoch` changed" in stale
+    assert report.replayed_steps
+    (path,) = (note for note in report.notes if "another path" in note)
+    assert path.startswith("2 warm-up step(s) of another path: `self.global_step < 2`")
+
+
+class KeepsMany(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for name in "abcdefgh":
+            setattr(self, f"last_{name}", self.global_step)
+        return super().training_step(batch, batch_idx)
+
+
+def test_findings_of_one_line_are_one(accelerator: str) -> None:
+    report = CUDAGraphCallback().check(make(KeepsMany), loader(), _trainer(accelerator))
+    (finding,) = report.findings
+    assert "changes `last_a` of the" in finding.what
+    assert finding.what.endswith("So too with `last_b`, `last_c`, `last_d`, `last_e` and 3 more.")
+    harmless = [f"last_{name}" for name in "abcdefgh"]
+    assert f"harmless={harmless}".replace("'", '"') in finding.remedy
+    allowed = CUDAGraphCallback(harmless=harmless).check(
+        make(KeepsMany), loader(), _trainer(accelerator)
+    )
+    assert not allowed.findings
 
 
 class OnOneLine(Net):
@@ -620,7 +680,7 @@ def test_a_path_that_was_not_examined_is_told(accelerator: str) -> None:
     report = CUDAGraphCallback().check(make(lambda: Shows(width=8)), data, _trainer(accelerator))
     assert report.is_captured, report
     (told,) = (note for note in report.notes if "`batch_idx % 10 == 0`" in note)
-    assert told.startswith("1 warm-up step(s) of another batch signature: ")
+    assert told.startswith("1 warm-up step(s) of another path: ")
     assert f"{HERE}:" in told
 
 

@@ -919,6 +919,20 @@ def test_iterators_are_given_back() -> None:
     assert next(numbers) == 5
 
 
+def test_tuples_of_iterators_are_given_back() -> None:
+    pair = (itertools.cycle("ab"), ("other", iter(deque([1]))))
+    meter = Meter()
+    meter.history = pair  # type: ignore[assignment]
+    state = Walk([Root(meter, "meter", "the test")], Scope(in_capture=True))
+    for taken, named in ((meter.history[0], "[0]"), (meter.history[1][1], "[1][1]")):  # type: ignore[index]
+        with pytest.raises(CaptureError, match=re.escape(f"`meter.history{named}` of the test")):
+            next(taken)
+    state.put_back()
+    state.release()
+    assert meter.history is pair
+    assert (next(pair[0]), next(pair[1][1])) == ("a", 1)  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(Precision, "backward"), (Tensor, "backward"), (Net.__base__, "log")],

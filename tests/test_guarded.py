@@ -115,6 +115,20 @@ class StepReplaced(Changing):
         optimizer.step = step
 
 
+class StrategyMethod(Changing):
+    def change(self) -> None:
+        strategy: Any = self.trainer.strategy
+        own = strategy.backward
+        strategy.backward = lambda loss, *args, **kwargs: own(loss * 2, *args, **kwargs)
+
+
+class PrecisionMethod(Changing):
+    def change(self) -> None:
+        plugin: Any = self.trainer.precision_plugin
+        own = plugin.pre_backward
+        plugin.pre_backward = lambda loss, module: own(loss * 2, module)
+
+
 class AddedGroup(Changing):
     def prepare(self) -> None:
         self.aux = nn.Linear(12, 4)
@@ -380,6 +394,8 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (StateMoved, "the address of `momentum_buffer` of parameter 0"),
     (CountersMoved, "the address of `step` of parameter 0"),
     (StepReplaced, "`step` of the `SGD` was replaced"),
+    (StrategyMethod, "`backward` of the `SingleDeviceStrategy` was replaced"),
+    (PrecisionMethod, "`pre_backward` of the `Precision` was replaced"),
     (AddedGroup, "the number of param groups of the optimizer changed from 1 to 2"),
     (StepHook, "the number of hooks around the step of the optimizer changed from 0 to 1"),
     (Replaced, "`scale` of the `Replaced` changed"),

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_cudagraph import RunSummary, StageSummary
+from lightning_cudagraph.checks.guards.changes import Change
+from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.timing.output.report import eager_report, layer_lines, stage_lines, time_lines
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.readings.windows import WindowSummary
@@ -246,7 +248,8 @@ def test_eager_times_alone_are_named_so() -> None:
 
 
 def test_what_changes_again_and_again_is_one_line() -> None:
-    reasons = tuple(f"the address of `p` changed from {n} to {n + 1}" for n in range(3))
+    reasons = tuple(Change(f"the address of `p` changed from {n} to {n + 1}") for n in range(3))
+    reasons[-1].remedy = "Write into the tensor."
     stage = StageSummary(captures=4, recaptures=(*reasons, "c"))
     lines = stage_lines("fit", stage)
     assert any(
@@ -254,3 +257,21 @@ def test_what_changes_again_and_again_is_one_line() -> None:
         for line in lines
     )
     assert "            captured again: c" in lines
+    for reason in reasons:
+        reason.is_after_pause = True
+    assert "`p` changed. It was so at the start of an epoch" in str(stage_lines("fit", stage))
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("`k` of the `A` changed from 1 to 2", "`k` of the `A` changed"),
+        (
+            "`k` changed; `aten.mul` had 1 in the captured step, has 2 now at a.py:3 (`x * 2`)",
+            "`k` changed; `aten.mul` got another argument at a.py:3 (`x * 2`)",
+        ),
+    ],
+)
+def test_reasons_without_their_values_are_of_one_kind_with_a_remedy(reason: str, kind: str) -> None:
+    assert kind_of(reason) == kind
+    assert remedy_of(kind).startswith("Hand it to the step")

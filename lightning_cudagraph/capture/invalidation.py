@@ -7,6 +7,8 @@ from typing import Generic, TypeVar
 
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.signatures.admission import Admission
+from lightning_cudagraph.checks.guards.changes import Change
+from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
 
@@ -33,18 +35,19 @@ class Invalidation(Generic[T]):
         self._admission = admission
         self._short_captures = 0  # in a row
         self._after_pause = False
+        self._is_after_pause = False  # the step at hand
         self.given_up: str | None = None
         self.dropped = ""
 
     def look_for_changes(self) -> None:
         """Compare the guards before a step, and invalidate graphs that no longer match it."""
+        self._is_after_pause, self._after_pause = self._after_pause, False
         if change := self._guards.changed():
             self.drop(change)
         elif self._backend.host_value_moved():
             self.drop("a tensor in host memory, which the step uses as a number, changed")
-        elif self._is_gradient_kept(self._after_pause):
+        elif self._is_gradient_kept(self._is_after_pause):
             self._copy_out_from_now_on()
-        self._after_pause = False
 
     def pause(self) -> None:
         """Note that user code may run before the next step."""
@@ -86,7 +89,10 @@ class Invalidation(Generic[T]):
         if not had_graphs:
             return
         self._short_captures = self._short_captures + 1 if replays < _FEW_REPLAYS else 0
-        self._run.counts.recaptures.append(reason)
+        change = reason if isinstance(reason, Change) else Change(reason)
+        change.is_after_pause = self._is_after_pause
+        change.remedy = self._run.wording.of(change.remedy or remedy_of(kind_of(change)))
+        self._run.counts.recaptures.append(change)
         if self._short_captures >= _MAX_SHORT_CAPTURES:
             self.give_up(
                 f"given up after {self._short_captures} captures in a row that served fewer than"

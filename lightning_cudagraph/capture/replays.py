@@ -13,6 +13,7 @@ from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.steps import Replay, Step
+from lightning_cudagraph.checks.guards.remedies import kind_of
 from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
 
@@ -113,6 +114,7 @@ class Replays(Generic[T]):
                 self._admission.refuse(signature, error)
             elif isinstance(error, StaleGraphError):
                 self._standing.drop(error.reason)
+                return None, kind_of(error.reason)
             else:
                 self._standing.unsupported(error)
             return None, error.reason

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.checks.guards.remedies import HAND_OVER
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
@@ -23,15 +24,9 @@ from lightning_cudagraph.device.kept_memory import undone
 from lightning_cudagraph.device.refusals import clear_frames
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.sentry.first_refusal import Gathered, gathering
-from lightning_cudagraph.errors import CaptureError, UnsupportedError, see
+from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.tensors.host_values import in_words
 from lightning_cudagraph.tensors.static import BatchChange, StaticBatch
-
-_HAND_OVER = (
-    "Hand it to the step in a registered buffer, written with `copy_` or `fill_` in a hook that runs on"
-    " the host at every step, such as `on_train_batch_start`; or keep it constant."
-    + see("changing_numbers")
-)
 
 
 class _Step(Protocol):
@@ -150,7 +145,7 @@ class Diagnosis:
         error = CaptureError(
             f"Between two steps, {change}, which the step reads: a graph would be captured again"
             " each time.",
-            change.remedy or _HAND_OVER,
+            change.remedy or HAND_OVER,
             location=change.location,
         )
         error.subject = moved.subject

@@ -184,8 +184,8 @@ class StepRun:
         few = self._context.settings.warmup_steps
         waiting = [kind for kind in kinds if captured and not kind.is_decided and kind.calls <= few]
         for kind in waiting[:_MAX_NAMED]:
-            why = self._wording.of(captured[0].difference(kind.signature))
-            yield f"{kind.calls} warm-up step(s) of another {self._wording.signature}: {why}"
+            other = captured[0].another(kind.signature, self._wording.signature)
+            yield f"{kind.calls} warm-up step(s) of {self._wording.of(other)}"
         if len(waiting) > _MAX_NAMED:
             more = len(waiting) - _MAX_NAMED
             yield f"{more} more {self._wording.signatures} were in warm-up at the end"

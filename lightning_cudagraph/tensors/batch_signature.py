@@ -119,11 +119,14 @@ class Signature:
                 " plain tensor, since its static buffer would be one.",
                 "Pass `tensor.as_subclass(torch.Tensor)`.",
             )
-        if leaf.layout is not torch.strided or leaf.is_quantized:
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
+            kind = f"tensor of layout {leaf.layout}"
+            kind = (
+                "nested tensor" if leaf.is_nested else "quantized tensor" if leaf.is_quantized else kind
+            )
             raise BatchError(
-                f"`{path}` is a tensor of layout {leaf.layout}, and only strided tensors have static"
-                " buffers.",
-                "Pass its indices and values as strided tensors.",
+                f"`{path}` is a {kind}, and only plain strided tensors have static buffers.",
+                "Pass its parts as strided tensors (indices and values, or padded values and lengths).",
             )
         if leaf.requires_grad:
             raise BatchError(
@@ -212,6 +215,15 @@ class Signature:
             if len(leaf) > 2:
                 found |= {(path, dimension): size for dimension, size in enumerate(leaf[0])}
         return found
+
+    def another(self, other: Signature, word: str) -> str:
+        """Describe another signature by its first difference; `word` is what users know it by."""
+
+        def without_path(each: Signature) -> list[_Counted]:
+            return [counted for counted in each._what_counts() if counted[0] not in each._beside]
+
+        is_path = self._key == other._key and without_path(self) == without_path(other)
+        return f"another {'path' if is_path else word}: {self.difference(other)}"
 
     def difference(self, other: Signature) -> str:
         """Describe the first difference of `other` from this one: the leaf, expected and found."""

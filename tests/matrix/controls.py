@@ -29,19 +29,19 @@ def _no_audit(*args: Any, **kwargs: Any) -> Iterator[StepAudit]:
 
 
 class _ReplacedFunction(Place):
-    """A function of another package, which no guard compares."""
+    """A function that only code of its library names, which no guard compares."""
 
     def make(self) -> None:
-        self.before = statistics.fmean
+        self.before = vars(statistics)["fsum"]
 
     def read(self) -> float:
         return statistics.fmean([LOW])
 
     def write(self, number: float) -> None:
-        statistics.fmean = lambda values: number  # type: ignore[assignment, misc]
+        vars(statistics)["fsum"] = lambda values: number
 
     def close(self) -> None:
-        statistics.fmean = self.before  # type: ignore[misc]
+        vars(statistics)["fsum"] = self.before
 
 
 @dataclass(frozen=True)

@@ -396,6 +396,27 @@ class InATuple(CountsUp, name="iterator in a tuple"):
         return next(self.pair[0])
 
 
+class Cycles(InATuple, name="cycle in a tuple"):
+    def make(self) -> None:
+        numbers = itertools.cycle(range(7))
+        next(itertools.islice(numbers, 7, None))  # from now on, its parts stay the same objects
+        self.pair = (numbers, "other")  # type: ignore[assignment]
+
+
+class Scans(InATuple, name="iterator of a deque in a tuple"):
+    def make(self) -> None:
+        self.pair = (iter(deque(range(100))), "other")  # type: ignore[assignment]
+
+
+class CountsByMethod(CountsUp, name="bound method of an iterator"):
+    def make(self) -> None:
+        super().make()
+        self.count = self.numbers.__next__
+
+    def act(self, x: Tensor) -> None:
+        self.count()
+
+
 class Draws(Effect, name="random.Random"):
     def make(self) -> None:
         self.random = random.Random(0)

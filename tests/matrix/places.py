@@ -1170,6 +1170,19 @@ class ModuleGlobal(Place, name="global of another module"):
         vars(settings)["BY_NAME"] = number
 
 
+class OfALibrary(_InABox, name="attribute of a library's module"):
+    def box(self) -> Any:
+        return torch
+
+    def close(self) -> None:
+        del self.box().scale
+
+
+class OfALibrarysClass(OfALibrary, name="attribute of a library's class"):
+    def box(self) -> Any:
+        return nn.Linear
+
+
 class ImportedInTheStep(Place, name="settings imported in the step"):
     def read(self) -> float:
         from tests.matrix.settings import IMPORTED
@@ -1397,6 +1410,20 @@ class OfTheLogger(_InABox, name="attribute of the logger"):
 
     def box(self) -> Any:
         return self.net.trainer.logger
+
+
+class OfTheExperiment(_InABox, name="attribute of the logger's experiment"):
+    needs_trainer = True
+
+    def box(self) -> Any:
+        return self.net.trainer.logger.experiment
+
+
+class OfTheOptimizationLoop(_InABox, name="attribute of the optimization loop"):
+    needs_trainer = True
+
+    def box(self) -> Any:
+        return self.net.trainer.fit_loop.epoch_loop.automatic_optimization
 
 
 class OfTheDataModule(_InABox, name="attribute of the datamodule"):

@@ -109,7 +109,7 @@ class Admission(Generic[T]):
         wording, first = self._run.wording, self._first
         if first is None or first == signature:
             return f"a {wording.signature} that has not come often enough to get a graph"
-        return f"another {wording.signature}: {wording.of(first.difference(signature))}"
+        return wording.of(first.another(signature, wording.signature))
 
     @property
     def _are_many(self) -> bool:
@@ -156,9 +156,18 @@ class Admission(Generic[T]):
     @property
     def notes(self) -> list[str]:
         """Notes for the report."""
-        if not (self._run.earns_graphs and self._have_several):
-            return []
-        return [f"times are of batches of one {self._run.wording.signature}, the first that had a graph"]
+        notes = []
+        if self._run.earns_graphs and self._have_several:
+            word = self._run.wording.signature
+            notes.append(f"times are of batches of one {word}, the first that had a graph")
+        if self._run.is_examined and self._first is not None:
+            untried = Counter(self._another(each) for each in self._warm_ups.of_others(self._graphs))
+            notes += [
+                f"{steps} warm-up step(s) of {another}; no capture has examined it"
+                for another, steps in untried.items()
+                if another not in self._run.counts.eager
+            ]
+        return notes
 
     def refuse(self, signature: Signature, error: UnsupportedError, change: str = "") -> None:
         """Run all later batches of this signature eagerly; others keep their graphs.

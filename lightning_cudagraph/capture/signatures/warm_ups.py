@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.signatures import make_room
@@ -37,6 +40,7 @@ class WarmUps:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._begun: dict[Signature, _WarmUp] = {}
+        self._first: list[Signature] = []  # steps of warm-ups that are forgotten
 
     def left(self, signature: Signature, accumulation: AccumulationPhase) -> int:
         """Return the number of warm-up steps left before a capture."""
@@ -66,6 +70,14 @@ class WarmUps:
             self._begun[signature] = parts
         return self._begun.get(signature)
 
+    def of_others(self, captured: GraphsBySignature[Any]) -> list[Signature]:
+        """The signatures of the run's first warm-up steps that have no graph."""
+        return [each for each in self._first or self._done() if each not in captured]
+
+    def _done(self) -> list[Signature]:
+        steps = (each for warm_up in self._begun.values() for each in warm_up.done.values())
+        return [*chain.from_iterable(steps)]
+
     def begin(self, signature: Signature, is_later: bool = False) -> None:
         """Begin the warm-up of a signature, a short one if it comes later than others."""
         make_room(self._begun)
@@ -78,4 +90,5 @@ class WarmUps:
 
     def forget(self) -> None:
         """Begin every warm-up again."""
+        self._first = self._first or self._done()
         self._begun.clear()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from inspect import unwrap
-from types import CodeType
+from io import IOBase
+from types import CodeType, WrapperDescriptorType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from lightning_cudagraph.checks.audit.host_objects import cached_by_class
+from lightning_cudagraph.checks.audit.host_objects import cached_by_class, lineage, namespace_of
 from lightning_cudagraph.device.sentry.first_refusal import refused
 from lightning_cudagraph.device.sentry.sentry import forbidden, user_location
 from lightning_cudagraph.errors import see
@@ -104,13 +105,21 @@ def _image(state: Any) -> Any:
 
 @cached_by_class
 def _is_iterator_type(kind: Any) -> bool:
-    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+    # Not by `getattr`, which makes a mock answer.
+    found = (namespace_of(base).get("__next__") for base in lineage(kind))
+    of_c = type(next(filter(None, found), None)) is WrapperDescriptorType
+    return of_c and not issubclass(kind, IOBase)
 
 
 def is_iterator(value: Any) -> bool:
-    """True for an iterator or generator of Python itself: its position cannot be restored."""
+    """True for an iterator or generator that is written in C: its position cannot be restored."""
     kind: Any = type(value)
     return _is_iterator_type(kind)
+
+
+def holds_iterator(value: Any) -> bool:
+    """True for an iterator, and for a tuple with iterators."""
+    return is_iterator(value) or (isinstance(value, tuple) and any(map(holds_iterator, value)))
 
 
 class HeldIterator:
@@ -127,9 +136,10 @@ class HeldIterator:
         self._name = name
         self._of = of
 
-    def give_back(self) -> Any:
-        """The iterator itself."""
-        return self._iterator
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
 
     def __iter__(self) -> HeldIterator:
         return self

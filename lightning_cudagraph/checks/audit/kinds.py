@@ -47,12 +47,12 @@ class How(NamedTuple):
 
     Attributes:
         is_attributes: it is the attribute dictionary of its owner.
-        in_tuple: it was found in a tuple, in which it cannot be replaced.
+        is_fixed: its holder cannot be given another object instead of it.
         draws: of a host random generator, read the state instead of the seed.
     """
 
     is_attributes: bool = False
-    in_tuple: bool = False
+    is_fixed: bool = False
     draws: bool = False
 
 
@@ -82,7 +82,7 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     elif (hidden := _hidden(value)) is not None:
         holder = None
         read = lambda: {"": hidden()}  # noqa: E731
-        if is_iterator(value) and not how.in_tuple:
+        if is_iterator(value) and not how.is_fixed:
             write = _nothing  # during a capture a `HeldIterator` replaces it, and refuses draws
     elif kind is FunctionType:
         read = lambda: _of_function(value)  # noqa: E731
@@ -101,7 +101,9 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     elif (data := _bytes_of(value)) is not None:
         holder, read = None, lambda: {"": _bytes_of(value)}
         kwargs["is_large"] = len(data) > _QUICK_BYTES
-        write = lambda parts: _write_bytes(value, parts[""])  # noqa: E731
+        # A NumPy scalar with fields changes, and its buffer cannot be written.
+        if not _is_read_only(value):
+            write = lambda parts: _write_bytes(value, parts[""])  # noqa: E731
     elif slots_of(kind) and not _has_state_in_c(kind):
         read, write = dict, _nothing  # it has the slots alone
     else:
@@ -314,10 +316,15 @@ def _bytes_of(value: Any) -> bytes | None:
         return None
 
 
+def _is_read_only(value: Any) -> bool:
+    with memoryview(value) as view:
+        return view.readonly
+
+
 def _write_bytes(value: Any, data: bytes) -> None:
     with memoryview(value) as view, view.cast("B") as flat:
         is_as_long = len(flat) == len(data)
-        if is_as_long and not view.readonly:
+        if is_as_long:
             flat[:] = data
     if is_as_long:
         return

@@ -82,7 +82,8 @@ class MentionedNames:
             self.user_globals.append((namespace, name))
             self._note_module(namespace[name], code)
         for name in {*code.co_names, *_texts(code.co_consts)} & sys.modules.keys():
-            self._note_module(sys.modules[name], code)  # imported in the step
+            self.attributes.append((sys.modules, name, "`sys.modules`"))  # imported in the step
+            self._note_module(sys.modules[name], code)
         takes_modules = "sys" in code.co_names and "modules" in code.co_names
         if takes_modules or not _OWN_NAMESPACE.isdisjoint(code.co_names):
             self.user_globals += [(namespace, name) for name in _readable(namespace)]

@@ -6,9 +6,9 @@ buffer protocol shows the bytes of objects that hold numbers. So a value is foun
 without code for the class that keeps it. Iterators, context variables, weak references, locks and files
 in memory hide state from both, and are read in ways of their own (`parts.py`).
 
-Not entered: Python modules, library functions and classes, tensors (a graph reads their memory), and
-framework objects that change in every step by themselves, such as a trainer. Of these, and of layers of
-libraries, only parts under names that the step mentions are compared.
+Not entered: library functions, tensors (a graph reads their memory), and framework objects that change
+in every step by themselves, such as a trainer. Of these, of imported modules, and of classes and layers
+of libraries, only parts under names that the step mentions are compared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph.checks.audit.host_draws import HeldIterator, generator_state, is_iterator
+from lightning_cudagraph.checks.audit.host_draws import (
+    HeldIterator,
+    generator_state,
+    holds_iterator,
+    is_iterator,
+)
 from lightning_cudagraph.checks.audit.host_objects import (
     PLAIN_OF_PYTHON,
     VALUES,
@@ -77,10 +82,8 @@ _STOPS = (
 # Objects that a walk enters. The rest is left to checks against eager steps.
 _MAX_OBJECTS = 20_000
 
-_CLOSED = (
-    *(CodeType, TracebackType),
-    *(MethodWrapperType, WrapperDescriptorType),
-)
+_CLOSED = (CodeType, TracebackType, WrapperDescriptorType)
+_BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque, FunctionType, MethodType, CellType, partial)
 # Labels of parts that are compared by identity, and entered by code of their own.
 _OWN = ("__class__", "__dict__")
@@ -105,7 +108,7 @@ class Root:
         reads: names that the step mentions for its attributes; None for those of the scope.
         is_read: the step can have read it, by the names that it mentions.
         by_name: here and below, compare only attributes that the step can have read.
-        in_tuple: it was found in a tuple.
+        is_fixed: its holder cannot be given another object instead of it.
     """
 
     value: Any
@@ -116,7 +119,7 @@ class Root:
     reads: frozenset[str] | None = None
     is_read: bool = True
     by_name: bool = False
-    in_tuple: bool = False
+    is_fixed: bool = False
 
 
 def _no_roots(module: nn.Module, path: str, of: str) -> Iterable[Root]:
@@ -157,6 +160,11 @@ class Scope(NamedTuple):
 _EVERYTHING = Scope()
 
 
+def _is_imported(module: ModuleType) -> bool:
+    """True for a module of which only the names are compared that the step mentions."""
+    return getattr(module, "__spec__", None) is not None or module.__name__ == "__main__"
+
+
 def _is_globals(value: dict[Any, Any]) -> bool:
     """True for the namespace of a module."""
     module = sys.modules.get(str(dict.get(value, "__name__")))
@@ -180,6 +188,7 @@ class Walk:
         self._seen: dict[int, Any] = {}  # by id; holds the objects, so that no id is reused
         self._nodes: list[Node] = []
         self._owners: dict[int, Any] = {}
+        self._held_back: dict[int, tuple[Any, Any]] = {}  # by id: a replacement, and what it replaces
         self._picked: list[Node] = []
         self._tensors: list[Node] = []
         # Objects that the step can have read come first, so that any path to them marks them as read.
@@ -253,7 +262,9 @@ class Walk:
     def release(self) -> None:
         """Put the iterators back."""
         for node in (*self._nodes, *self._picked):
-            self._exchange(node, lambda v: type(v) is HeldIterator, lambda v, _: v.give_back())
+            self._exchange(
+                node, lambda v: id(v) in self._held_back, lambda v, _: self._held_back[id(v)][1]
+            )
 
     # ---- the comparison before each replay, in C over all objects at once
 
@@ -338,17 +349,17 @@ class Walk:
             return False
         if kind is Namespace:
             return True
-        if issubclass(kind, self._stops) and not root.by_name:
-            return False
-        if issubclass(kind, type):
-            return is_users_class(value)
+        if issubclass(kind, self._stops):
+            return root.by_name
+        if issubclass(kind, type) and not is_users_class(value):
+            return not self._scope.in_capture
         if kind is FunctionType:
             return is_users(value.__code__, value.__globals__)
-        if kind is BuiltinFunctionType:
+        if kind in (BuiltinFunctionType, MethodWrapperType):
             return not isinstance(value.__self__, (ModuleType, type, type(None)))
-        if issubclass(kind, ModuleType):  # imported modules are compared by the names that are mentioned
-            return getattr(value, "__spec__", None) is None and value.__name__ != "__main__"
-        if issubclass(kind, (Tensor, nn.Module)):
+        if issubclass(kind, ModuleType) and _is_imported(value):
+            return not self._scope.in_capture
+        if issubclass(kind, (ModuleType, type, Tensor, nn.Module)):
             return True
         if self._scope.in_capture:
             is_known = kind in PLAIN_OF_PYTHON or issubclass(kind, _CONTAINERS)
@@ -363,11 +374,17 @@ class Walk:
         kind = type(value)
         if kind is Namespace:
             self._pick(value.names, value.names, root, by_name=False)
+        elif issubclass(kind, ModuleType) and _is_imported(value):
+            self._pick(vars(value), value, replace(root, path="", of=f"`{value.__name__}`"))
         elif issubclass(kind, type):
-            self._add(replace(root, path="", of=f"the class `{value.__qualname__}`"))
-            self._enqueue_one(Root(kind, "", "", is_read=root.is_read))
-        elif kind in (MethodType, BuiltinFunctionType):
-            self._enqueue_one(replace(root, value=value.__self__, in_tuple=False))
+            of_class = replace(root, path="", of=f"the class `{value.__qualname__}`")
+            if is_users_class(value):
+                self._add(of_class)
+                self._enqueue_one(Root(kind, "", "", is_read=root.is_read))
+            else:
+                self._pick(namespace_of(value), value, of_class)
+        elif kind in _BOUND:
+            self._enqueue_one(replace(root, value=value.__self__, is_fixed=True))
         elif issubclass(kind, nn.Module) and not root.is_entered:
             self._enter_hidden_module(root)
         elif issubclass(kind, (nn.Module, Tensor)):
@@ -408,18 +425,11 @@ class Walk:
 
     def _add_classes(self, root: Root) -> None:
         """Enter the classes of an object: their attributes are read where it has none of its own."""
-        kind = type(root.value)
-        attributes = attributes_of(root.value) or {}
-        for base in lineage(kind):
+        for base in lineage(type(root.value)):
             if is_users_class(base):
                 self._enqueue_one(Root(base, "", "", is_read=root.is_read))
-            elif root.by_name and id(base) not in self._seen:
-                self._seen[id(base)] = base
-                namespace = namespace_of(base)
-                names = {n for n in namespace if type(namespace[n]) in VALUES and n not in attributes}
-                reads = self._names_of(root) & names
-                of = f"the class `{base.__qualname__}`"
-                self._pick(namespace, base, replace(root, path="", of=of, reads=reads))
+            elif root.by_name:
+                self._enqueue_one(Root(base, "", "", reads=root.reads, is_read=root.is_read))
 
     def _add_slots(self, root: Root) -> None:
         value = root.value
@@ -451,16 +461,20 @@ class Walk:
             return
         read = lambda: {name: space[name] for name in sorted(space.keys() & names)}  # noqa: E731
 
+        is_class = isinstance(owner, type)
+        put: Any = partial(type.__setattr__, owner) if is_class else partial(operator.setitem, space)
+        remove: Any = partial(type.__delattr__, owner) if is_class else partial(operator.delitem, space)
+
         def write(parts: dict[Any, Any]) -> None:
             for name in names:
                 if name in parts:
-                    space[name] = parts[name]
-                else:
-                    space.pop(name, None)
+                    put(name, parts[name])
+                elif name in space:
+                    remove(name)
 
         node = Node(space, owner, root.path, root.of, read, write, reads=names, is_read=root.is_read)
         if self._scope.in_capture:
-            self._exchange(node, is_iterator, partial(self._held_iterator, node.of))
+            self._exchange(node, holds_iterator, partial(self._replacement, node.of))
         self._picked.append(node)
         self._queue_parts(node, replace(root, by_name=by_name))
 
@@ -473,13 +487,13 @@ class Walk:
             ignored = frozenset({Item(name) for name in names})
         if not is_attributes and (of, items_of(path)) in self._scope.ignored:
             return
-        how = How(is_attributes, root.in_tuple, self._scope.in_capture)
+        how = How(is_attributes, root.is_fixed, self._scope.in_capture)
         seen = attributes if is_attributes else value
         self._take(node_of(seen, value, path, of, how, ignored=ignored, **self._reading(root)), root)
 
     def _take(self, node: Node, root: Root) -> None:
         if self._scope.in_capture and node.write is not None:
-            self._exchange(node, is_iterator, partial(self._held_iterator, node.of))
+            self._exchange(node, holds_iterator, partial(self._replacement, node.of))
         self._nodes.append(node)
         self._owners.setdefault(id(node.owner), node.owner)
         self._queue_parts(node, root)
@@ -487,7 +501,7 @@ class Walk:
     def _queue_parts(self, node: Node, root: Root) -> None:
         if node.draws:
             return
-        in_tuple = issubclass(type(node.owner), tuple)
+        is_fixed = node.write is None and (root.is_fixed or not issubclass(type(node.owner), tuple))
         is_of_modules = issubclass(type(node.owner), type) and issubclass(node.owner, nn.Module)
         is_of_modules &= not self._scope.in_capture
         for label, part in node.parts.items():
@@ -505,12 +519,23 @@ class Walk:
                     of,
                     is_read=node.was_read(label),
                     by_name=root.by_name,
-                    in_tuple=in_tuple,
+                    is_fixed=is_fixed,
                 )
             )
 
-    def _held_iterator(self, of: str, value: Any, path: str) -> Any:
-        return value if path in self._scope.harmless else HeldIterator(value, path, of)
+    def _replacement(self, of: str, value: Any, path: str) -> Any:
+        """The replacement for an iterator, or for a tuple with iterators."""
+        if not holds_iterator(value) or path in self._scope.harmless:
+            return value
+        if is_iterator(value):
+            held: Any = HeldIterator(value, path, of)
+        else:
+            parts = (
+                self._replacement(of, part, joined(path, Item(at))) for at, part in enumerate(value)
+            )
+            held = tuple.__new__(type(value), parts)
+        self._held_back[id(held)] = held, value
+        return held
 
     def _exchange(self, node: Node, old: Callable[[Any], bool], new: Callable[[Any, str], Any]) -> None:
         """Replace every part for which `old` is true with `new` of it and its path."""

@@ -7,12 +7,9 @@ from types import CodeType
 
 from lightning_cudagraph.checks.audit.host_lines import first_line
 from lightning_cudagraph.checks.audit.parts import Moved
-from lightning_cudagraph.errors import Location, see
+from lightning_cudagraph.checks.guards.remedies import CHOOSE
+from lightning_cudagraph.errors import Location
 
-_CHOOSE = (
-    "Branch on `batch_idx`, on `global_step` or on a whole number in the batch in its place: each path"
-    " has a graph." + see("paths")
-)
 _CHOICES = (str, bytes, bool, type(None))
 
 
@@ -21,12 +18,13 @@ class Change(str):
 
     Attributes:
         location: the first line of user code that reads what has changed; None if it is unknown.
-        remedy: what to do about a text, a truth value or the like, for which no tensor can stand; else
-            empty.
+        remedy: what to do about it, if its words do not tell.
+        is_after_pause: user code may have run before, as between two epochs.
     """
 
     location: Location | None = None
     remedy = ""
+    is_after_pause = False
 
     @classmethod
     def of(cls, moved: Moved, codes: Sequence[CodeType]) -> Change:
@@ -37,5 +35,5 @@ class Change(str):
         """
         change = cls(moved.words)
         change.location = first_line(moved.attribute, True, codes)
-        change.remedy = _CHOOSE if type(moved.now) in _CHOICES else ""
+        change.remedy = CHOOSE if type(moved.now) in _CHOICES else ""
         return change

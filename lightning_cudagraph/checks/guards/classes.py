@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 from lightning_cudagraph.checks.audit.host_objects import dict_behind
 from lightning_cudagraph.checks.audit.versions import Versions
+from lightning_cudagraph.compat.method_patches import MethodPatch
 
 # Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE: only mutable heap types can be given other methods.
 _IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8
@@ -22,9 +23,13 @@ _IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8
 _Functions = dict[tuple[str, int, str], Any]
 
 
-def _is_of_schedulers(function: Any) -> bool:
-    """True for the wrapper that torch's schedulers put around `step`: it calls what was there before."""
-    return getattr(function, "__globals__", {}).get("__name__") == lr_scheduler.__name__
+def _is_patch(function: Any) -> bool:
+    """True for patches of this package, and for the wrapper that torch's schedulers put around `step`.
+
+    They call what was there before.
+    """
+    is_of_schedulers = getattr(function, "__globals__", {}).get("__name__") == lr_scheduler.__name__
+    return is_of_schedulers or type(function) is MethodPatch
 
 
 class Classes:
@@ -57,7 +62,7 @@ class Classes:
         for owner in self._owners:
             kind = type(owner)
             for name, value in vars(owner).items():
-                if callable(value) and hasattr(kind, name) and not _is_of_schedulers(value):
+                if callable(value) and hasattr(kind, name) and not _is_patch(value):
                     found[f"the `{kind.__qualname__}`", id(owner), name] = value
         return found
 

@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from lightning_cudagraph.checks.audit.effects import Effects
+from lightning_cudagraph.checks.audit.host_lines import first_line
 from lightning_cudagraph.checks.audit.host_objects import is_users_class, lineage
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import PRIVATE, Moved, in_words, same
@@ -36,6 +37,7 @@ _State = dict[str, Any]
 # After so many changes that checks found to have no effect, a part is not compared any more.
 _CHECKS_TO_CLEAR = 3
 _MAX_NAMED = 3  # in a note
+_MAX_SHOWN = 120  # characters of a value
 
 
 @dataclass(frozen=True)
@@ -314,7 +316,10 @@ class Guards:
             return Change.of(known, self.all_mentioned().users_code)
         for label, read, was in self._reads:
             if not same(was, now := read()):
-                return f"{label} changed{in_words(was, now)}"
+                change = Change(f"{label} changed{in_words(was, now)}")
+                name = label.strip("`").rpartition(".")[2]
+                change.location = first_line(name, False, self.all_mentioned().users_code)
+                return change
         if moved:
             self._moved, self.suspicion = moved, moved[0].words
         if self._structure.registered_hooks() or self._suspect:
@@ -348,8 +353,14 @@ def _first_difference(before: _State, now: _State) -> str | None:
     for name in {**before, **now}:
         was, is_now = before.get(name), now.get(name)
         if was != is_now:
-            return f"{name} changed from {was} to {is_now}"
+            return f"{name} changed from {_shown(was)} to {_shown(is_now)}"
     return None
+
+
+def _shown(value: Any) -> str:
+    """A value in words; of a long list of hooks, the end, where new ones are."""
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN else f"... {text[-_MAX_SHOWN:]}"
 
 
 def _name_of(namespace: Mapping[str, Any]) -> str:

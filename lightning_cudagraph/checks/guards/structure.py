@@ -136,10 +136,8 @@ class Structure:
         # torch numbers all hooks in one sequence, so a new one shows in the next number.
         self._next_hook = RemovableHandle.next_id
         one_of_each = {type(parameter): parameter for parameter in parameters}
-        # Strategies have patches of this package, others in an evaluation than in training.
         callees = [*callees]
-        optimizers = [callee for callee in callees if isinstance(callee, Optimizer)]
-        self.classes = Classes([*modules, *one_of_each.values(), *callees], optimizers)
+        self.classes = Classes([*modules, *one_of_each.values(), *callees], callees)
 
     def changed(self) -> bool:
         """True if anything changed, but for hooks that were registered."""

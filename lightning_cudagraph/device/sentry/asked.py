@@ -140,15 +140,30 @@ def _is_sliced_with(where: Location, part: str) -> bool:
 
 def _decides_on_steps(where: Location) -> bool:
     """True for a branch with steps of optimizers in it."""
+    return re.search(r"\.step\(|manual_backward\(", _block(where)) is not None
+
+
+def _block(where: Location) -> str:
+    """The lines inside a branch that begins at a line; empty for another line."""
     if not where.source.startswith(("if ", "elif ", "while ")):
-        return False
+        return ""
     indent = len(linecache.getline(where.path, where.line)) - len(where.source) - 1
     block = re.match(rf"(?:\s*\n| {{{indent + 1},}}.*\n?)*", _lines_below(where))
-    return block is not None and re.search(r"\.step\(|manual_backward\(", block[0]) is not None
+    return where.source + "\n" + (block[0] if block else "")
+
+
+def _keeps_best(where: Location) -> bool:
+    """True for a branch, or a `min` or `max`, that leads to another value of an attribute."""
+    if re.match(r"self\.\w+ = (min|max)\(", where.source):
+        return True
+    if where.source.startswith("while "):
+        return False
+    return re.search(r"(^|:)\s*self\.\w+ = (?!None)", _block(where), re.MULTILINE) is not None
 
 
 _READS_ONE = ("__int__", "__index__", "item")
 _MAKES_SIZES = ("arange", "zeros", "ones", "empty", "rand", "randn", "narrow")
+_OF_INDEX = "an index by a tensor without dimensions, which reads it on the host"
 _USES = (
     _Use(
         "`one_hot` without `num_classes`, which reads the largest label",
@@ -188,9 +203,21 @@ _USES = (
         " callback, and branch on the host between their calls." + see("parts"),
     ),
     _Use(
-        "an index by a tensor without dimensions, which reads it on the host",
+        _OF_INDEX,
+        lambda call, where: _reads_index(call) and _writes_item(call, where),
+        "Give it one: `x[index.view(1)] = y`." + see("indices_and_lengths"),
+    ),
+    _Use(
+        _OF_INDEX,
         lambda call, where: _reads_index(call),
         "Give it one: `x[index.view(1)][0]`." + see("indices_and_lengths"),
+    ),
+    _Use(
+        "",
+        lambda call, where: call.name in ("__bool__", *_READS_ONE) and _keeps_best(where),
+        "Keep it in a registered buffer, and write that in every step:"
+        " `self.best.copy_(torch.where(loss < self.best, loss.detach(), self.best))`."
+        + see("item_and_print"),
     ),
     _Use(
         "",
@@ -223,6 +250,12 @@ def _reads_index(call: Call) -> bool:
         return False
     indices = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     return any(isinstance(i, Tensor) and not i.dim() and i.dtype != torch.bool for i in indices)
+
+
+def _writes_item(call: Call, where: Location) -> bool:
+    return (
+        call.name == "__setitem__" or re.match(r"[^=]*\]\s*[-+*/%@|&^]{1,2}=", where.source) is not None
+    )
 
 
 def of_use(call: Call | None, where: Location | None, words: Words) -> Words:

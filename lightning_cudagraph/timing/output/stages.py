@@ -7,7 +7,13 @@ from typing import Any
 
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.checks.guards.changes import Change
+from lightning_cudagraph.checks.guards.remedies import kind_of
 from lightning_cudagraph.timing.readings.step_time import StepTime
+
+AFTER_PAUSES = (
+    "It was so at the start of an epoch or after another pause: if many steps follow each, nothing needs"
+    " to be done. Else:"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,28 +96,19 @@ class StageSummary:
 
     def unstable(self) -> dict[str, str]:
         """A remedy for each thing that has changed between steps more than once."""
-        keep = "Keep it constant, or in a buffer that is written with `copy_` or `fill_`."
-        write = (
-            "Write into the tensor (`copy_`, `lerp_`) instead of giving it other memory (`.data = ...`)."
-        )
-
-        def remedy(what: str, last: str) -> str:
-            if what.startswith("the address of"):
-                return write
-            return (isinstance(last, Change) and last.remedy) or keep
-
-        return {
-            what: remedy(what, reasons[-1])
-            for what, reasons in self.recaptures_of().items()
-            if len(reasons) > 1 and what.endswith(" changed")
-        }
+        found = {}
+        for what, reasons in self.recaptures_of().items():
+            changes = [reason for reason in reasons if isinstance(reason, Change)]
+            if len(reasons) > 1 and changes and (remedy := changes[-1].remedy):
+                is_paused = all(change.is_after_pause for change in changes)
+                found[what] = f"{AFTER_PAUSES} {remedy}" if is_paused else remedy
+        return found
 
     def recaptures_of(self) -> dict[str, list[str]]:
         """The reasons of invalidations by what has changed, in order."""
         found: dict[str, list[str]] = {}
         for reason in self.recaptures:
-            what, changed, _ = reason.partition(" changed from ")
-            found.setdefault(f"{what} changed" if changed else reason, []).append(reason)
+            found.setdefault(kind_of(reason), []).append(reason)
         return found
 
     def to_dict(self) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.device.shown_frames import leave_users_frames
-from lightning_cudagraph.errors import Finding, UnsupportedError
+from lightning_cudagraph.errors import Finding, UnsupportedError, together
+from lightning_cudagraph.timing.output.stages import AFTER_PAUSES
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.estimate import Estimate, StepMeter
@@ -187,15 +188,18 @@ def _report(
     stale: list[str] = []
     unstable = fit.unstable()
     for what, reasons in fit.recaptures_of().items():
-        if remedy := unstable.get(what):
+        remedy = unstable.get(what, "")
+        if remedy and not remedy.startswith(AFTER_PAUSES):
             found += (_unstable(what, reasons, remedy),)
         else:
-            stale.append(f"the graph was captured again, because {reasons[0]}")
+            times = f" {len(reasons)} times" * (len(reasons) > 1)
+            told = f"{reasons[0]}. {remedy}" if remedy else reasons[0]
+            stale.append(f"the graph was captured again{times}, because {told}")
     eager = [f"{steps} step(s) ran eagerly: {reason}" for reason, steps in fit.eager.items()]
     return DiagnosisReport(
         step=f"{type(module).__qualname__}.training_step",
         backend=summary.backend,
-        findings=tuple(sorted(found, key=_line)),
+        findings=tuple(sorted(together(found), key=_line)),
         notes=(*summary.notes, *stale, *([] if found else eager), *others),
         replayed_steps=fit.replayed,
         estimate=estimate,

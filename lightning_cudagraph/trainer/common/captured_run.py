@@ -173,8 +173,8 @@ class CapturedRun:
                 self.guards.mentioned.append(audit.mentioned)
             recomputed = stack.enter_context(recomputed_apart(self.module))
             stack.enter_context(self.carried.inside(hooks))
+            stack.callback(self.metrics.undo)  # before the audit compares, behind an error too
             yield RecordedParts(events, recomputed, audit)
             self.metrics.write_back()
-            self.metrics.undo()
             if audit is not None:
                 self.metrics.tell_reads(audit.mentioned)

@@ -89,7 +89,7 @@ def _moving() -> dict[CodeType, str]:
 
 # Classes with getters for other objects, and for numbers that no guard watches.
 _HANDS_OUT = (
-    *(pl.Trainer, pl.LightningModule, pl.LightningDataModule, Strategy, Callback, _Loop),
+    *(pl.Trainer, pl.LightningModule, pl.LightningDataModule, Strategy, Callback, Logger, _Loop),
     *(Optimizer, LightningOptimizer, LRScheduler, DataLoader, CombinedLoader),
 )
 _LOG_THE_RATE = Remedy(
@@ -184,6 +184,7 @@ def outside_of_model(trainer: pl.Trainer) -> list[Root]:
         *trainers.callbacks,
         trainers.datamodule,
         *trainer.loggers,
+        *(vars(logger).get("_experiment") for logger in trainer.loggers),
         getattr(loader, "dataset", None),
     ]
     sampler = getattr(loader, "batch_sampler", None)

@@ -44,6 +44,12 @@ class MetricCall:
         raise NotImplementedError
 
 
+KEEP_SUMS = (
+    " If the step computes with it, keep sums in registered buffers in its place (`self.hits +="
+    " (out.argmax(1) == y).sum()`, `self.seen += len(y)`)." + see("metrics")
+)
+
+
 @dataclass(eq=False)
 class DeferredCall(MetricCall):
     """A call of a metric that is made after each replay.
@@ -247,7 +253,7 @@ class Later(Tensor):
         """Refuse a use of the value."""
         forbid(
             f"a use of what the metric `{self.call.name}` returns, which is known only after the replay",
-            "Log it, or use it in `on_train_batch_end`." + see("metrics"),
+            "Log it, or use it in `on_train_batch_end`." + KEEP_SUMS,
             user_location(),
         )
 

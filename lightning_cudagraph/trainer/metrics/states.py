@@ -28,6 +28,7 @@ from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.tensors.state import StaticState
 from lightning_cudagraph.trainer.metrics.calls import (
     BOOKS,
+    KEEP_SUMS,
     DeferredCall,
     GraphCall,
     GroupCall,
@@ -253,7 +254,7 @@ class StepMetrics:
                 forbid(
                     f"`{name}.{method}()`, because the state of a metric is brought up to date after the"
                     " replay",
-                    "Return what it needs from `training_step`, and call it in `on_train_batch_end`.",
+                    "Log or read it in `on_train_batch_end`." + KEEP_SUMS,
                     user_location(),
                 )
             return plain(*args, **kwargs)

@@ -45,7 +45,7 @@ from lightning_cudagraph.checks.audit.calls.rules import (
     lost_effect,
     short_name,
 )
-from lightning_cudagraph.checks.audit.host_draws import SEEDED, generator_state, is_iterator, seeds
+from lightning_cudagraph.checks.audit.host_draws import SEEDED, generator_state, holds_iterator, seeds
 from lightning_cudagraph.checks.audit.host_lines import (
     CHANGES,
     NUMPYS_OWN,
@@ -379,7 +379,7 @@ class HostCalls:
         values = {name: frame.f_locals[name] for name in code.co_freevars if name in frame.f_locals}
         of = f"the closure of `{code.co_name}`"
         sets = any(name in code.co_freevars for name, _ in stores(code))
-        if sets or any(map(is_iterator, values.values())):
+        if sets or any(map(holds_iterator, values.values())):
             # The frame has the values only; functions with this code have the cells.
             for function in gc.get_referrers(code):
                 if isinstance(function, FunctionType) and function.__closure__:
