@@ -124,8 +124,8 @@ def guards_us(parameters: int) -> dict[str, float]:
     times_us: dict[str, float] = {}
 
     def measure() -> None:
-        assert callback._training is not None
-        guards = callback._training._run.guards
+        assert callback._runs.training is not None
+        guards = callback._runs.training._run.guards
         objects, walk = guards._structure, guards._walk
         assert objects is not None
         assert walk is not None
@@ -163,8 +163,8 @@ class _Unguarded(Callback):
         self._callback = callback
 
     def on_train_start(self, *args: Any) -> None:
-        assert self._callback._training is not None
-        guards: Any = self._callback._training._run.guards
+        assert self._callback._runs.training is not None
+        guards: Any = self._callback._runs.training._run.guards
         guards.changed = lambda: None
 
 

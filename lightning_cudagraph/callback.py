@@ -1,10 +1,9 @@
-"""`CUDAGraphCallback`: the hooks that Lightning calls, without logic of their own."""
+"""`CUDAGraphCallback`: its arguments, the hooks that Lightning calls, and the report of each run."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,7 +11,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -22,29 +20,24 @@ from lightning_cudagraph.compat.features import CAPTURES, TRAINING
 from lightning_cudagraph.compat.installed import gpu_without_cuda
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.compat.tested import newer_than_tested
-from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import HookError, UnsupportedError
-from lightning_cudagraph.graphed_step.run import backend_for
-from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.tensors.buckets import Buckets
 from lightning_cudagraph.timing.layers.layers import LayerTimings
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.doctor import examine
 from lightning_cudagraph.trainer.config.arguments import check_arguments, check_company
-from lightning_cudagraph.trainer.config.padding import are_padded, pad_batches
+from lightning_cudagraph.trainer.config.padding import Padding
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
 from lightning_cudagraph.trainer.config.support import (
     DEFAULT_WARMUP_STEPS,
     BackendName,
     Stage,
-    check_run,
-    check_where_evaluated,
 )
-from lightning_cudagraph.trainer.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.manual.training import ManualTraining
+from lightning_cudagraph.trainer.runs import CapturedRuns
 from lightning_cudagraph.trainer.training.loop import GraphedTraining, is_in_fit
 
 _AUTOMATIC_LAYERS = LayerTimings()
@@ -169,31 +162,24 @@ class CUDAGraphCallback(Callback):
         self.streams = streams
         self._summary = RunSummary()
         self._is_printed = True
-        self._training: GraphedTraining | ManualTraining | None = None
-        self._evaluation: GraphedEvaluation | None = None
-        self._processes: Distributed | None = None
-        self._wrapping: ExitStack | None = None
-        self._padding: ExitStack | None = None
-        self._padded_stages = 0  # two in a `fit` that has called another method of the trainer
-        self._no_evaluation: UnsupportedError | None = None
-        self._backend: Backend | None = None
-        self._description = ""
+        self._runs = CapturedRuns()
+        self._padding = Padding()
         self._is_examined = False
         self._interrupted: RunSummary | None = None  # of a `fit` interrupted by a hook
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out objects bound to a trainer, so that copies and pickles always work."""
-        bound = ("_training", "_evaluation", "_processes", "_wrapping", "_padding", "_no_evaluation")
-        return {**self.__dict__, **dict.fromkeys((*bound, "_backend")), "_summary": self.summary}
+        unbound = {"_runs": CapturedRuns(), "_padding": Padding(), "_summary": self.summary}
+        return {**self.__dict__, **unbound}
 
     @property
     def summary(self) -> RunSummary:
         """Summary of the present run or the last one."""
-        found = self._summary
-        if self._training is not None:
-            found = found.with_stage("fit", self._training.stage)
-        if self._evaluation is not None:
-            found = found.with_stage(self._evaluation.stage_name, self._evaluation.stage)
+        found, training, evaluation = self._summary, self._runs.training, self._runs.evaluation
+        if training is not None:
+            found = found.with_stage("fit", training.stage)
+        if evaluation is not None:
+            found = found.with_stage(evaluation.stage_name, evaluation.stage)
         return found
 
     def check(
@@ -227,66 +213,60 @@ class CUDAGraphCallback(Callback):
         return examine(examined, module, batches, trainer)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        training = self._training
+        training = self._runs.training
         if stage != TrainerFn.FITTING and training is not None and is_in_fit(trainer):
             self._interrupt(trainer, training, stage)
-        self._close()  # a run that ended in an exception of another callback, before our hooks
+        self._runs.close()  # a run that ended in an exception of another callback, before our hooks
         check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
-        self._begin_padding(trainer, stage)
+        self._padding.begin(trainer, stage, self.pad_to, self.evaluation)
         if stage == TrainerFn.FITTING:
             self._begin()  # now, because the run may end before its first step
         if stage != TrainerFn.FITTING or self.backend == "off":
             return
         require(CAPTURES, TRAINING)
-        # Already now, to tell other processes of a failure before the start of training.
-        self._processes = Distributed(trainer)
-        strategy = trainer.strategy
-        if isinstance(strategy, DDPStrategy):
-            self._wrapping = ExitStack()
-            wrapped_on_side_stream(strategy, self._backend_for(trainer), self._wrapping)
+        self._runs.connect(trainer, self.backend)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        backend = self._backend  # a DDP wrapper was made on its side stream
-        processes, self._processes = self._processes or Distributed(trainer), None
-        self._close()
-        self._backend, self._processes = backend, processes
+        runs = self._runs
+        processes = runs.begin_fit(trainer)
         self._begin()
         self._interrupted = None
         if self.backend == "off":
             processes.compare(self._arguments())
-            self._leave_others()
+            runs.leave_others()
             return
         try:
-            self._training = self._graphed(trainer, pl_module, self._processes)
+            training = runs.train(trainer, pl_module, self._settings(), self._arguments())
         except UnsupportedError as error:
             if self.on_unsupported == "raise":
                 raise
-            self._leave_others()
+            runs.leave_others()
             self._summary = RunSummary(refused=f"all steps eager. {error.reason}")
             self._is_printed = False
             rank_zero_warn(f"{self._summary} {error.remedy}")
             return
-        self._training.install()
-        self._processes.install()
-        self._summary = RunSummary(backend=self._description)
+        training.install()
+        processes.install()
+        description = runs.backend(trainer, self.backend).description
+        self._summary = RunSummary(backend=description)
         missing = gpu_without_cuda(torch.version.cuda, torch.version.hip)
-        lines = (self._description, newer_than_tested(), missing, *self._training.notes)
+        lines = (description, newer_than_tested(), missing, *training.notes)
         for line in filter(None, lines):
             rank_zero_info(f"lightning_cudagraph: {line}")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._training is not None:
-            self._training.suspect()
+        if self._runs.training is not None:
+            self._runs.training.suspect()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._processes is not None:
-            self._processes.end_epoch()
+        if self._runs.processes is not None:
+            self._runs.processes.end_epoch()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        if self._processes is not None:
-            self._processes.begin_validation()
+        if self._runs.processes is not None:
+            self._runs.processes.begin_validation()
         self._evaluate(trainer, pl_module, "validation")
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -296,22 +276,22 @@ class CUDAGraphCallback(Callback):
         self._evaluate(trainer, pl_module, "predict")
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._processes is not None:
-            self._processes.pause()
+        if self._runs.processes is not None:
+            self._runs.processes.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._training is not None:
-            self._training.suspect()
+        if self._runs.training is not None:
+            self._runs.training.suspect()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self._training is not None:
-            self._training.suspect()
+        if self._runs.training is not None:
+            self._runs.training.suspect()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._write_report()
-        self._close()
+        self._runs.close()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._print_report()
@@ -319,33 +299,31 @@ class CUDAGraphCallback(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        if self._processes is not None:
-            self._processes.fail(exception)
+        if self._runs.processes is not None:
+            self._runs.processes.fail(exception)
         try:
             self._write_report(exception)
             self._print_report(after_progress_bar=True)
         finally:
-            self._close()
-            self._end_padding()
+            self._runs.close()
+            self._padding.close()
             leave_users_frames(exception)  # Lightning raises it again
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit" and self._evaluation is not None:
-            self._summary, self._is_printed = self._evaluated(self._evaluation), False
+        if stage != "fit" and (evaluation := self._runs.evaluation) is not None:
+            self._summary, self._is_printed = self._evaluated(evaluation), False
             self._print_report()
-        self._close()
-        self._padded_stages -= 1
-        if self._padded_stages == 0:
-            self._end_padding()
+        self._runs.close()
+        self._padding.end()
 
     def _write_report(self, exception: BaseException | None = None) -> None:
         """Make the report at the end of a run, which may be due to `exception`."""
-        if self._training is not None:
-            self._summary = self._finished(self._training, exception=exception)
+        if (training := self._runs.training) is not None:
+            self._summary = self._finished(training, exception=exception)
         elif self._interrupted is not None:
             self._summary, self._interrupted = self._interrupted, None
-        elif self._evaluation is not None:  # without a `fit`, or in one without graphs
-            self._summary = self._evaluated(self._evaluation, exception)
+        elif (evaluation := self._runs.evaluation) is not None:  # without a `fit`, or one without graphs
+            self._summary = self._evaluated(evaluation, exception)
         else:
             return
         self._is_printed = False
@@ -395,70 +373,35 @@ class CUDAGraphCallback(Callback):
         exception: BaseException | None = None,
     ) -> RunSummary:
         """Return the summary of a `fit`, with its evaluations."""
-        all_notes = [*notes, *([] if self._evaluation is None else self._evaluation.notes)]
-        all_notes += [] if self._no_evaluation is None else [self._no_evaluation.reason]
+        evaluation, refused = self._runs.evaluation, self._runs.not_evaluated
+        all_notes = [*notes, *([] if evaluation is None else evaluation.notes)]
+        all_notes += [] if refused is None else [refused.reason]
         return training.finish(self.summary, all_notes, exception)
 
     def _evaluate(self, trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
         """Begin an evaluation, in a `fit` or on its own."""
-        if not self.evaluation or self.backend == "off" or self._no_evaluation is not None:
+        runs = self._runs
+        if not self.evaluation or self.backend == "off" or runs.not_evaluated is not None:
             return
-        if self._evaluation is None:
-            if not (in_fit := trainer.state.fn == TrainerFn.FITTING):
-                self._begin()
-            try:
-                self._evaluation = GraphedEvaluation(
-                    trainer, module, self._backend_for(trainer), self._settings(), stage
-                )
-            except UnsupportedError as error:
-                if self.on_unsupported == "raise":
-                    raise
-                self._no_evaluation = error
-                refused = RunSummary(refused=f"all batches of {stage} eager. {error.reason}")
-                if not in_fit:
-                    self._summary = refused
-                rank_zero_warn(f"{refused} {error.remedy}")
-                return
-            self._summary = replace(self._summary, backend=self._description)
-            if not in_fit:
-                rank_zero_info(f"lightning_cudagraph: {self._description}")
-        if self._training is not None:
-            self._training.leave()
-        self._evaluation.start()
-
-    def _graphed(
-        self, trainer: pl.Trainer, module: pl.LightningModule, processes: Distributed
-    ) -> GraphedTraining | ManualTraining:
-        """Make the captured training of a run, if all its processes can have the same."""
-        settings = self._settings()
-        training: GraphedTraining | ManualTraining | None = None
-        refused: UnsupportedError | None = None
+        is_first, in_fit = runs.evaluation is None, trainer.state.fn == TrainerFn.FITTING
+        if is_first and not in_fit:
+            self._begin()
         try:
-            check_run(trainer, module)
-            if processes.agreement is not None:
-                check_nccl(trainer.strategy.root_device)
-            if self.evaluation and self.on_unsupported == "raise":
-                check_where_evaluated(trainer)  # raise now, not after the first epoch
-            backend = self._backend_for(trainer)
-            if module.automatic_optimization:
-                agreement, run = processes.agreement, processes.run
-                training = GraphedTraining(trainer, module, backend, settings, agreement, run)
-            else:
-                training = ManualTraining(trainer, module, backend, settings)
+            runs.evaluate(trainer, module, self.backend, self._settings(), stage)
         except UnsupportedError as error:
-            refused = error
-        try:
-            processes.compare(self._arguments(), refused)
-            if isinstance(training, GraphedTraining) and processes.agreement is not None:
-                training.agree(processes.agreement)
-        except BaseException:
-            if training is not None:
-                training.close()
-            raise
-        if refused is not None:
-            raise refused
-        assert training is not None
-        return training
+            if self.on_unsupported == "raise":
+                raise
+            runs.not_evaluated = error
+            refused = RunSummary(refused=f"all batches of {stage} eager. {error.reason}")
+            if not in_fit:
+                self._summary = refused
+            rank_zero_warn(f"{refused} {error.remedy}")
+            return
+        if is_first:
+            description = runs.backend(trainer, self.backend).description
+            self._summary = replace(self._summary, backend=description)
+            if not in_fit:
+                rank_zero_info(f"lightning_cudagraph: {description}")
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments in a normal form, for the comparison of processes."""
@@ -469,60 +412,17 @@ class CUDAGraphCallback(Callback):
             "harmless": sorted(set(self.harmless)),
         }
 
-    def _backend_for(self, trainer: pl.Trainer) -> Backend:
-        """Return the backend of a run; there is one, so that all graphs share a memory pool."""
-        if self._backend is None:
-            self._backend = backend_for(trainer.strategy.root_device, self.backend, "CUDAGraphCallback")
-            self._description = self._backend.description
-        return self._backend
-
     def _settings(self) -> Settings:
         return Settings(
-            self.scope,
-            self.warmup_steps or DEFAULT_WARMUP_STEPS,
-            self.on_unsupported == "raise",
-            self.timings,
-            self.verify or NO_CHECKS,
-            self.max_graphs,
-            frozenset(self.harmless),
-            streams_for(self.streams),
-            self.compile,
-            self.warmup_steps is None and not self._is_examined,
-            self._is_examined,
+            scope=self.scope,
+            warmup_steps=self.warmup_steps or DEFAULT_WARMUP_STEPS,
+            raise_unsupported=self.on_unsupported == "raise",
+            timings=self.timings,
+            verify=self.verify or NO_CHECKS,
+            max_graphs=self.max_graphs,
+            harmless=frozenset(self.harmless),
+            streams=streams_for(self.streams),
+            compile=self.compile,
+            measures_plain_steps=self.warmup_steps is None and not self._is_examined,
+            is_examined=self._is_examined,
         )
-
-    def _begin_padding(self, trainer: pl.Trainer, stage: str) -> None:
-        if stage == TrainerFn.FITTING:
-            self._end_padding()  # of a run that ended without a teardown
-        if self.pad_to and not are_padded(trainer):
-            self._end_padding()
-            self._padding = ExitStack()
-            pad_batches(trainer, self.pad_to, self.evaluation, self._padding)
-        self._padded_stages += 1
-
-    def _end_padding(self) -> None:
-        padding, self._padding, self._padded_stages = self._padding, None, 0
-        if padding is not None:
-            padding.close()
-
-    def _leave_others(self) -> None:
-        """Go on without graphs and without votes."""
-        processes, self._processes = self._processes, None
-        if processes is not None:
-            processes.close()
-
-    def _close(self) -> None:
-        training, self._training = self._training, None
-        evaluation, self._evaluation = self._evaluation, None
-        processes, self._processes = self._processes, None
-        self._no_evaluation = self._backend = None
-        wrapping, self._wrapping = self._wrapping, None
-        with ExitStack() as stack:  # all of them, even if one fails; graphs before process groups
-            if wrapping is not None:
-                stack.callback(wrapping.close)
-            if processes is not None:
-                stack.callback(processes.close)
-            if evaluation is not None:
-                stack.callback(evaluation.close)
-            if training is not None:
-                stack.callback(training.close)

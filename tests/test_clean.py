@@ -202,7 +202,7 @@ def test_nothing_is_left(tmp_path: Path, accelerator: str, ending: str) -> None:
     assert not trainer.optimizers[0].param_groups[0]["capturable"]
     assert isinstance(trainer.optimizers[0].param_groups[0]["lr"], float)
     assert "write" not in vars(seen.records)
-    assert callback._training is None
+    assert callback._runs.training is None
     assert torch.overrides._get_current_function_mode() is None
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert gc.isenabled()

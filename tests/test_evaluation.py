@@ -896,8 +896,8 @@ def test_nothing_is_left_after_an_error(tmp_path: Path, accelerator: str, kind: 
     with pytest.raises(ValueError, match="late"):
         session.run(kind, loader(seed=1))
     assert session.callback.summary.validate.replayed > 0
-    assert session.callback._evaluation is None
-    assert session.callback._backend is None
+    assert session.callback._runs.evaluation is None
+    assert session.callback._runs._backend is None
     assert "validation_step" not in vars(session.trainer.strategy)
 
 
@@ -1068,7 +1068,7 @@ def test_copies(tmp_path: Path, accelerator: str) -> None:
     assert evaluation_of(trace).replayed > 0
     strategy, ours = copies.copies
     assert strategy.validation_step.__self__ is strategy
-    assert (ours._evaluation, ours._backend, ours._training) == (None, None, None)
+    assert (ours._runs.evaluation, ours._runs._backend, ours._runs.training) == (None, None, None)
     assert ours.summary.validate.replayed == 3
 
 

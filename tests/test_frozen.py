@@ -34,9 +34,9 @@ from lightning_cudagraph import (
     CUDAGraphCallback,
     UnsupportedError,
 )
+from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.frozen import StepAudit
-from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
 from tests.harness import Net, assert_same, differences, make, train
 

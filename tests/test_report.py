@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_cudagraph import RunSummary, StageSummary
-from lightning_cudagraph.checks.guards.guards import Change
+from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.timing.output.report import eager_report, layer_lines, stage_lines, time_lines
 from lightning_cudagraph.timing.readings.spans import Reading

@@ -34,7 +34,7 @@ from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.checks.audit import versions
 from lightning_cudagraph.checks.audit.host_lines import line_that_sets, nearest_line
-from lightning_cudagraph.checks.audit.parts import hides_state
+from lightning_cudagraph.checks.audit.kinds import hides_state
 from lightning_cudagraph.checks.audit.versions import Versions
 from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
 from lightning_cudagraph.checks.verify.tape import OpTape

@@ -10,16 +10,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.context import RunContext
+from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.invalidation import Invalidation
-from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
-from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
-from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.device.refusals import clear_frames
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.streams.branches import SentBackError
@@ -27,7 +24,7 @@ from lightning_cudagraph.errors import CaptureError, CUDAGraphError, Finding, Un
 from lightning_cudagraph.processes.agreement import of_ranks
 from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.batch_signature import Signature
-from lightning_cudagraph.tensors.external_references import ExternalReferences, GradientCopies
+from lightning_cudagraph.tensors.external_references import ExternalReferences
 from lightning_cudagraph.tensors.host_values import held, in_words, is_host_value
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
@@ -116,28 +113,22 @@ class Captures(Generic[T]):
 
     def __init__(
         self,
-        run: RunContext,
-        guards: Guards,
-        graphs: GraphsBySignature[T],
+        engine: EngineContext[T],
         standing: Invalidation[T],
-        copies: GradientCopies,
         streams: StreamChoice,
         compiled: CompiledCode,
-        warm_ups: WarmUps,
     ) -> None:
-        self._warm_ups = warm_ups
-        self._run = run
-        self._guards = guards
-        self._graphs = graphs
+        self._run, self._guards, self._graphs = engine.run, engine.guards, engine.graphs
+        self._warm_ups, self._copies = engine.warm_ups, engine.copies
         self._standing = standing
-        self._copies = copies
         self._streams = streams
         self._compiled = compiled
         self._moving: str | None = None  # what changes between any two steps
         self._diagnosis: Diagnosis | None = None
+        run = engine.run
         if run.agreement is None:  # else the others are not in the same place, and nothing more is found
             self._diagnosis = Diagnosis(
-                run.backend, run.carried, guards, compiled, looks_twice=run.is_examined
+                run.backend, run.carried, engine.guards, compiled, looks_twice=run.is_examined
             )
 
     def attempt(self, step: Step[T], signature: Signature) -> tuple[CapturedStep[T] | None, str, bool]:
@@ -232,7 +223,7 @@ class Captures(Generic[T]):
                     tried.captured.release()
                     tried.captured = None
         if is_broken:
-            step.mend()
+            step.repair()
         if tried.has_failed and not tried.reads.are_new:  # it fails whatever it reads
             tried.reads = _Reads(tried.reads.has_values, are_new=False, are_of_another=False)
         return tried

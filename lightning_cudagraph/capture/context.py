@@ -1,41 +1,61 @@
-"""The state that all engines of a run share."""
+"""The state that all engines of a run share, and that of the parts of one engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Step, StepCounts
 from lightning_cudagraph.capture.stream_choice import Streams
+from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.processes.agreement import Agreement
+from lightning_cudagraph.tensors.external_references import GradientCopies
 from lightning_cudagraph.tensors.signatures import Signatures
 
+T = TypeVar("T")
 
-class CaptureSettings(Protocol):
-    """The settings that all front ends have in common; each front end documents its own."""
 
-    @property
-    def warmup_steps(self) -> int:
-        """Number of eager steps on the side stream before a capture."""
+@dataclass(frozen=True, kw_only=True)
+class CaptureSettings:
+    """The user's settings that all front ends have in common; each front end documents its own.
 
-    @property
-    def raise_unsupported(self) -> bool:
-        """True to raise if a step cannot be captured; False to fall back to eager steps."""
+    Attributes:
+        raise_unsupported: raise if a step cannot be captured, instead of going on with eager steps.
+        max_graphs: the most batch signatures with graphs. Batches of others run eagerly.
+    """
 
-    @property
-    def verify(self) -> Verification:
-        """The schedule of verified replays."""
+    warmup_steps: int
+    raise_unsupported: bool
+    verify: Verification
+    harmless: frozenset[str] = frozenset()
+    max_graphs: int
+    streams: Streams = 1
 
-    @property
-    def streams(self) -> Streams:
-        """The number of streams of a capture, or the way it is chosen."""
+
+@dataclass
+class EngineContext(Generic[T]):
+    """The state that the parts of one engine share.
+
+    Attributes:
+        guards: compare what its graphs have baked in.
+        graphs: those captured so far.
+        copies: of gradients, for user code that holds references to them.
+    """
+
+    run: RunContext
+    guards: Guards
+    graphs: GraphsBySignature[T]
+    warm_ups: WarmUps
+    copies: GradientCopies = field(default_factory=GradientCopies)
 
 
 @dataclass
@@ -45,7 +65,6 @@ class RunContext:
     Attributes:
         announce: shows a sentence to the user.
         agreement: votes with the other processes; None in a run of one process.
-        max_signatures: the most batch signatures with graphs. Batches of others run eagerly.
         learning_rates: returns the current ones; a replay with new ones is verified.
         narrow: given the error of a capture, returns True if a smaller scope is captured from now on.
         on_give_up: called when the run falls back to eager steps for good.
@@ -62,7 +81,6 @@ class RunContext:
     announce: Callable[[str], None]
     wording: Wording = field(default_factory=Wording)
     agreement: Agreement | None = None
-    max_signatures: int = 1
     learning_rates: Callable[[], tuple[Any, ...]] = tuple
     narrow: Callable[[UnsupportedError], bool] = lambda error: False
     on_give_up: Callable[[], None] = lambda: None
@@ -84,4 +102,4 @@ class RunContext:
             self.agreement,
             settings.verify.budget,
         )
-        self.signatures = Signatures(self.max_signatures, settings.warmup_steps, self.wording)
+        self.signatures = Signatures(settings.max_graphs, settings.warmup_steps, self.wording)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from lightning_cudagraph.capture.captures import Captures
-from lightning_cudagraph.capture.context import RunContext
+from lightning_cudagraph.capture.context import EngineContext, RunContext
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.plans import Plans
 from lightning_cudagraph.capture.replays import Replays
@@ -25,7 +25,6 @@ from lightning_cudagraph.device.sentry.inductor import without_its_graphs
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.tensors.batch_signature import Signature
-from lightning_cudagraph.tensors.external_references import GradientCopies
 from lightning_cudagraph.tensors.host_values import HostReads
 from lightning_cudagraph.tensors.static import StaticBatch
 
@@ -69,24 +68,14 @@ class StepEngine(Generic[T]):
         self._patches = ExitStack()
         self._has_begun = False
         self._without_graphs: list[str] = []
-        self._warm_ups = WarmUps(run.settings.warmup_steps)
-        self._copies = copies = GradientCopies()
         graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device, run.signatures, reads)
-        self._graphs = graphs
-        self._admission = admission = Admission(run, graphs, self._warm_ups)
-        self._standing = standing = Invalidation(run, guards, graphs, self._warm_ups, copies, admission)
-        self._plans = Plans(run, graphs, standing, self._warm_ups, copies, is_settled, admission)
-        self._captures = Captures(
-            run,
-            guards,
-            graphs,
-            standing,
-            copies,
-            self._streams,
-            self._compiled,
-            self._warm_ups,
-        )
-        self._replays = Replays(run, graphs, standing, copies, admission)
+        engine = EngineContext(run, guards, graphs, WarmUps(run.settings.warmup_steps))
+        self._graphs, self._warm_ups, self._copies = graphs, engine.warm_ups, engine.copies
+        self._admission = admission = Admission(engine)
+        self._standing = standing = Invalidation(engine, admission)
+        self._plans = Plans(engine, standing, admission, is_settled)
+        self._captures = Captures(engine, standing, self._streams, self._compiled)
+        self._replays = Replays(engine, standing, admission)
 
     def again(self, step: Replay[T], refresh: Callable[[T | None], None]) -> T | None:
         """Replay by the fast path, if the step can take it.

@@ -5,15 +5,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
-from lightning_cudagraph.capture.context import RunContext
+from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.signatures.admission import Admission
-from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
-from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
-from lightning_cudagraph.checks.guards.guards import Change, Guards
+from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
-from lightning_cudagraph.tensors.external_references import GradientCopies
 
 T = TypeVar("T")
 
@@ -31,22 +28,11 @@ class Invalidation(Generic[T]):
         dropped: the reason of the last invalidation; empty if it came from other processes.
     """
 
-    def __init__(
-        self,
-        run: RunContext,
-        guards: Guards,
-        graphs: GraphsBySignature[T],
-        warm_ups: WarmUps,
-        copies: GradientCopies,
-        admission: Admission[T],
-    ) -> None:
+    def __init__(self, engine: EngineContext[T], admission: Admission[T]) -> None:
+        self._run, self._guards, self._graphs = engine.run, engine.guards, engine.graphs
+        self._warm_ups, self._copies = engine.warm_ups, engine.copies
+        self._backend = engine.run.backend
         self._admission = admission
-        self._run = run
-        self._backend = run.backend
-        self._guards = guards
-        self._graphs = graphs
-        self._warm_ups = warm_ups
-        self._copies = copies
         self._short_captures = 0  # in a row
         self._after_pause = False
         self._is_after_pause = False  # the step at hand

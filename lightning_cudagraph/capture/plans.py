@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from lightning_cudagraph.capture.context import RunContext
+from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.signatures.admission import Admission
-from lightning_cudagraph.capture.signatures.by_signature import NOT_YET, GraphsBySignature
-from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
+from lightning_cudagraph.capture.signatures.by_signature import NOT_YET
 from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
 from lightning_cudagraph.tensors.batch_signature import Signature
-from lightning_cudagraph.tensors.external_references import GradientCopies
 
 T = TypeVar("T")
 
@@ -35,22 +33,17 @@ class Plans(Generic[T]):
 
     def __init__(
         self,
-        run: RunContext,
-        graphs: GraphsBySignature[T],
+        engine: EngineContext[T],
         standing: Invalidation[T],
-        warm_ups: WarmUps,
-        copies: GradientCopies,
-        is_settled: Callable[[], bool],
         admission: Admission[T],
+        is_settled: Callable[[], bool],
     ) -> None:
-        self._admission = admission
-        self._run = run
-        self._backend = run.backend
-        self._verifier = run.verifier
-        self._graphs = graphs
+        self._run, self._graphs = engine.run, engine.graphs
+        self._warm_ups, self._copies = engine.warm_ups, engine.copies
+        self._backend = engine.run.backend
+        self._verifier = engine.run.verifier
         self._standing = standing
-        self._warm_ups = warm_ups
-        self._copies = copies
+        self._admission = admission
         self._is_settled = is_settled
         self.met: tuple[Intent, Intent] | None = None
 

@@ -8,16 +8,14 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_cudagraph.capture.context import RunContext
+from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.signatures.admission import Admission
-from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.checks.guards.remedies import kind_of
 from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
-from lightning_cudagraph.tensors.external_references import GradientCopies
 
 T = TypeVar("T")
 
@@ -28,22 +26,17 @@ class Replays(Generic[T]):
     """Replays captured steps for an engine."""
 
     def __init__(
-        self,
-        run: RunContext,
-        graphs: GraphsBySignature[T],
-        standing: Invalidation[T],
-        copies: GradientCopies,
-        admission: Admission[T],
+        self, engine: EngineContext[T], standing: Invalidation[T], admission: Admission[T]
     ) -> None:
-        self._admission = admission
+        run = engine.run
         self._backend = run.backend
         self._verifier = run.verifier
         self._counts = run.counts
         self._around_replays = run.around_replays
         self._agreement = run.agreement
-        self._graphs = graphs
+        self._graphs, self._copies = engine.graphs, engine.copies
         self._standing = standing
-        self._copies = copies
+        self._admission = admission
 
     def replayed(self, step: Replay[T], captured: CapturedStep[T]) -> T:
         """Run a step by a replay, and return the static outputs."""

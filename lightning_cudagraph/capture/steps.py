@@ -124,7 +124,7 @@ class Step(Replay[T]):
         learning: entered around warm-up steps.
         timed_instances: for each capture instance, True if it has timing events.
         is_broken: returns True if a failed capture has left state with which no later step can run.
-        mend: repairs that state, in all processes together.
+        repair: repairs that state, in all processes together.
         eager_reason: why this step must run eagerly, though others of its phase are replayed;
             empty if it does not.
         run_last: runs the last warm-up step of the first signature eagerly; None for `run`.
@@ -143,7 +143,7 @@ class Step(Replay[T]):
     learning: Callable[[], AbstractContextManager[None]] = nullcontext
     timed_instances: tuple[bool, ...] = (False,)
     is_broken: Callable[[], bool] = lambda: False
-    mend: Callable[[], None] = lambda: None
+    repair: Callable[[], None] = lambda: None
     eager_reason: str = ""
     run_last: Callable[[], object] | None = None
     signature: Signature | None = None

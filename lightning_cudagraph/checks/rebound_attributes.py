@@ -319,7 +319,7 @@ class ReboundAttributes:
             carried.copy_out()
 
     @contextmanager
-    def inside(self, turns: Callable[[], str]) -> Iterator[None]:
+    def inside(self, hooks: Callable[[], str]) -> Iterator[None]:
         """Copy tensors that the enclosed step binds to the attributes into the static tensors.
 
         Not copied, and left for the audit to find: tensors of another form, tensors that share memory
@@ -327,7 +327,7 @@ class ReboundAttributes:
         step before.
 
         Args:
-            turns: asked at the end for the hooks at the step's graph breaks, in words; empty if none.
+            hooks: asked at the end for the hooks at the step's graph breaks, in words; empty if none.
 
         Raises:
             CaptureError: if the step writes into such a tensor in place, binds one memory to two
@@ -340,7 +340,7 @@ class ReboundAttributes:
             carried.let_in()
         try:
             yield
-            self._settle(turns())
+            self._settle(hooks())
         except BaseException:
             for carried in self._carried:
                 carried.namespace[carried.name] = carried.buffers
@@ -350,7 +350,7 @@ class ReboundAttributes:
         """Bind the values from before the step for the enclosed host code in the middle of it."""
         return bound((each.namespace, each.name, each.buffers) for each in self._carried)
 
-    def _settle(self, turns: str) -> None:
+    def _settle(self, hooks: str) -> None:
         """Copy the values that a step has left into the static tensors."""
         outlive = {storage_id(t) for t in (*self._model.parameters(), *self._model.buffers())}
         into: list[Tensor] = []
@@ -370,9 +370,9 @@ class ReboundAttributes:
                             f"Put a copy into one of them: `self.{carried.name} = ....clone()`.",
                         )
                 extents.append((carried, begin, end))
-            if left and turns:
+            if left and hooks:
                 raise CaptureError(
-                    f"{turns} runs in the middle of the training step, which puts another tensor into"
+                    f"{hooks} runs in the middle of the training step, which puts another tensor into"
                     f" `{carried.name}` of {carried.of}; a replay does that only at its end, and the"
                     " hook would find that of the step before.",
                     "Move what the hook does to `on_train_batch_end`.",

@@ -269,11 +269,7 @@ class _Recorder(Sentry):
 
 
 class EmulatedGraph:
-    """A recorded graph on the CPU, with the method names of `torch.cuda.CUDAGraph`.
-
-    Args:
-        streams: the number of streams that independent ops are spread over.
-    """
+    """A recorded graph on the CPU, with the method names of `torch.cuda.CUDAGraph`."""
 
     def __init__(self, streams: int = 1) -> None:
         self._streams = streams

@@ -21,9 +21,6 @@ class CudaParts:
     The graphs share a memory pool and are replayed in order: each finds in memory what the one before
     has left, autograd's saved tensors too.
 
-    Args:
-        generators: generators that the graphs may draw from.
-
     Attributes:
         work: host work of each part.
     """

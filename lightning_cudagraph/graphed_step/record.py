@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
-from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.errors import CaptureError

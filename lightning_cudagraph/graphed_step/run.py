@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.context import RunContext
+from lightning_cudagraph.capture.context import CaptureSettings, RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
-from lightning_cudagraph.capture.stream_choice import Streams
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import (
     GuardedValues,
@@ -31,7 +30,6 @@ from lightning_cudagraph.checks.guards.guards import (
     Unguarded,
 )
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
-from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend, CudaBackend
 from lightning_cudagraph.device.emulator import EmulatorBackend
@@ -63,18 +61,6 @@ _MAX_NAMED = 3  # in notes
 # The mode of a call, by the names that the user knows.
 _Mode = Mapping[str, Hashable]
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """The user's settings; `GraphedStep` documents each."""
-
-    warmup_steps: int
-    raise_unsupported: bool
-    verify: Verification
-    harmless: frozenset[str]
-    max_graphs: int
-    streams: Streams = 1
 
 
 @dataclass
@@ -119,7 +105,6 @@ class StepRun:
     """The run of one function.
 
     Args:
-        of: the function, and the objects that it uses.
         processes: the votes with other processes; None if this process calls the function alone.
         reads: the host values that captured steps read; None if all are part of the signature.
 
@@ -131,7 +116,7 @@ class StepRun:
         self,
         of: StepFunction,
         backend: Backend,
-        settings: StepSettings,
+        settings: CaptureSettings,
         processes: StepProcesses | None,
         announce: Callable[[str], None] = _log.warning,
         wording: Wording = WORDING,
@@ -162,7 +147,6 @@ class StepRun:
             announce,
             wording,
             processes,
-            settings.max_graphs,
             self._optimizers.learning_rates,
         )
         self.counts = self._context.counts
@@ -312,7 +296,7 @@ class StepRun:
             accumulation=accumulation,
             kept=lambda: not self._owns_gradients,
             is_broken=self._replicas.is_broken,
-            mend=self._replicas.reset,
+            repair=self._replicas.reset,
             learning=partial(kind.learning, recorder.lent(arguments)),
             specialization=kind.mode,
             beside=arguments.beside,

@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_cudagraph.capture.context import CaptureSettings
 from lightning_cudagraph.capture.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.checks.unsupported_modules import refuse_nameless
 from lightning_cudagraph.checks.verify.verification import NO_CHECKS, Verification
@@ -30,7 +31,7 @@ from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, w
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.record import StepFunction
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
-from lightning_cudagraph.graphed_step.run import StepRun, StepSettings, backend_for
+from lightning_cudagraph.graphed_step.run import StepRun, backend_for
 from lightning_cudagraph.graphed_step.surroundings import surroundings_of
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.processes.nccl import check_nccl
@@ -136,13 +137,13 @@ class GraphedStep(Generic[P, R]):
         self._optimizers = _by_name("optimizers", optimizers, Optimizer)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._backend_name = backend
-        self._settings = StepSettings(
-            warmup_steps,
-            on_unsupported == "raise",
-            verify or NO_CHECKS,
-            frozenset(harmless),
-            max_graphs,
-            streams_for(streams),
+        self._settings = CaptureSettings(
+            warmup_steps=warmup_steps,
+            raise_unsupported=on_unsupported == "raise",
+            verify=verify or NO_CHECKS,
+            harmless=frozenset(harmless),
+            max_graphs=max_graphs,
+            streams=streams_for(streams),
         )
         self._given = {
             "warmup_steps": warmup_steps,

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_cudagraph.checks.audit.host_calls import HostRules
+from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 
 _STEP_OUTSIDE = "Call the scheduler after the step, outside of it."

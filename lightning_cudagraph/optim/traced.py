@@ -71,9 +71,6 @@ def _refused(
 class Stage:
     """Static input of a graph for numbers that the host computes.
 
-    Args:
-        size: the capacity, in numbers.
-
     Attributes:
         numbers: the tensor on the device, in double precision, with three columns: the numbers if the
             step before was done, those if it was skipped, and those for a step that is itself skipped.

@@ -125,7 +125,7 @@ class Buckets:
         lengths = {path: self._length(path, tensors, value) for path, value in values.items()}
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{length} in `{path}`" for path, length in lengths.items())
-            raise _unfit(
+            raise _not_to_pad(
                 f"expected tensors of one length in dimension {self.dim}, found {found}",
                 "Give each length `Buckets` of its own: `pad_to` takes a list of them.",
             )
@@ -139,7 +139,7 @@ class Buckets:
         padded = map_leaves(batch, lambda _: next(members))
         if self.length_key is not None:
             if not isinstance(padded, MutableMapping) or self.length_key in padded:
-                raise _unfit(
+                raise _not_to_pad(
                     f"`length_key={self.length_key!r}` is added to a dictionary without this key, and"
                     f" the batch is a `{type(batch).__qualname__}`",
                     "Let the collate function return such a dictionary, or leave `length_key` out.",
@@ -150,17 +150,17 @@ class Buckets:
     def _length(self, path: str, tensors: Mapping[str, Tensor], value: float) -> int:
         """The length of a tensor to be padded, if it can be."""
         if (tensor := tensors.get(path)) is None:
-            raise _unfit(
+            raise _not_to_pad(
                 f"the batch has no tensor `{path}`; it has {', '.join(map('`{}`'.format, tensors))}",
                 "Correct the keys of `values`.",
             )
         if tensor.dim() <= self.dim:
-            raise _unfit(
+            raise _not_to_pad(
                 f"`{path}` has the shape {tuple(tensor.shape)}, and no dimension {self.dim}",
                 "Correct `dim`, or leave the tensor out of `values`.",
             )
         if not _holds(tensor.dtype, value):
-            raise _unfit(
+            raise _not_to_pad(
                 f"`{path}` is of {tensor.dtype}, which cannot hold the value {value!r}",
                 "Give a value of that type.",
             )
@@ -255,5 +255,5 @@ def _wrong(name: str, value: Any, expected: str, owner: str = "Buckets") -> Conf
     return ConfigurationError(f"`{owner}({name}={value!r})`: expected {expected}.")
 
 
-def _unfit(what: str, remedy: str) -> ConfigurationError:
+def _not_to_pad(what: str, remedy: str) -> ConfigurationError:
     return ConfigurationError(f"`Buckets` do not fit to the batch: {what}. {remedy}")

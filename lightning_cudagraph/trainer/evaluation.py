@@ -15,30 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
-from lightning_cudagraph.checks.audit.frozen import frozen_python_audit, moving_number
-from lightning_cudagraph.checks.guards.guards import (
-    GuardedValues,
-    Guards,
-    OutsideModel,
-    Unguarded,
-)
-from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
-from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import CaptureError, Wording
-from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.tensors.batch import (
     compared_outputs,
     copied_leaf,
@@ -47,24 +37,15 @@ from lightning_cudagraph.tensors.batch import (
 )
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import value_of
-from lightning_cudagraph.tensors.recomputed import Recomputed, recomputed_apart
+from lightning_cudagraph.tensors.recomputed import Recomputed
 from lightning_cudagraph.timing.output.stages import StageSummary
+from lightning_cudagraph.trainer.common.captured_run import CapturedRun, gradient_of
+from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.config.settings import Settings
-from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING, Stage, check_evaluation
-from lightning_cudagraph.trainer.host_rules import (
-    OWN_ATTRIBUTES,
-    RUN_STATE,
-    host_rules,
-    outside_of_model,
-    refuse_replaced_methods,
-)
+from lightning_cudagraph.trainer.config.support import Stage, check_evaluation
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
-from lightning_cudagraph.trainer.logs.recorder import Logs
 from lightning_cudagraph.trainer.metrics.calls import Later
-from lightning_cudagraph.trainer.metrics.of_model import is_metric
-from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.profilers import unprofiled
-from lightning_cudagraph.trainer.replicas import Replicas
 
 # The one accumulation phase: evaluation has no gradients.
 _PLACE = AccumulationPhase(drops=True, steps=False)
@@ -109,37 +90,24 @@ class GraphedEvaluation:
         check_evaluation(trainer, module, stage)
         self._trainer = trainer
         self._module = module
-        self._backend = backend
-        self._harmless = settings.harmless
         self._stage = stage
         self._step_name = f"{stage}_step"
         self._patches = ExitStack()
         self._eager_step: Callable[..., Any] | None = None
-        self._replicas = Replicas(trainer.strategy)
-        self._metrics = StepMetrics(module, trainer, backend, host_rules(trainer, settings.harmless))
-        self._logs = Logs(trainer, module, self._metrics, adds=False)
-        unwatched = OWN_ATTRIBUTES | settings.harmless
-        self._guards = Guards(
-            module,
-            GuardedValues(
-                self._metrics.described, self._thorough_state, lambda: (self._metrics.fits(),)
-            ),
-            Unguarded(unwatched, self._metrics.stays_on_host, self._metrics.host_names, RUN_STATE),
-            OutsideModel(
-                around={"trainer": trainer},
-                callees=lambda: [trainer.strategy, trainer.precision_plugin],
-                roots=lambda: outside_of_model(trainer),
-            ),
+        gather = f"Log with `sync_dist=True`, or gather in `on_{stage}_epoch_end`"
+        alone = "an evaluation step", f"{gather}; or leave out `evaluation=True`."
+        self._run = run = CapturedRun(
+            trainer, module, backend, settings, is_training=False, not_collective=alone
         )
-        self._run = run = RunContext(
+        context = RunContext(
             backend,
             settings,
-            ReboundAttributes(module, backend.device, unwatched, is_metric),
+            run.carried,
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
             wording=wording_of(stage),
-            max_signatures=settings.max_graphs,
         )
-        self._engine: StepEngine[_Outputs] = StepEngine(run, self._guards)
+        self._verifier = context.verifier
+        self._engine: StepEngine[_Outputs] = StepEngine(context, run.guards)
 
     @property
     def stage_name(self) -> str:
@@ -149,12 +117,12 @@ class GraphedEvaluation:
     @property
     def stage(self) -> StageSummary:
         """Counts and times of the batches so far."""
-        return StageSummary.of(self._engine.counts, self._run.verifier.checked)
+        return StageSummary.of(self._engine.counts, self._verifier.checked)
 
     @property
     def notes(self) -> list[str]:
         """Notes for the report."""
-        notes = [*self._run.verifier.notes, *self._engine.notes, *self._metrics.notes]
+        notes = [*self._verifier.notes, *self._engine.notes, *self._run.metrics.notes]
         return [f"evaluation: {note}" for note in notes]
 
     def start(self) -> None:
@@ -174,50 +142,46 @@ class GraphedEvaluation:
 
     def _step(self, batch: Any, *indices: int) -> Any:
         """Take a batch through its phase; replaces the strategy's method."""
-        eager_step = self._eager_step
+        run, eager_step = self._run, self._eager_step
         assert eager_step is not None
         returned: list[Any] = []
         # After the index of the batch comes that of the dataloader, if there are several.
         dataloader_idx = indices[1:]
-        in_inference_mode = torch.is_inference_mode_enabled()
+        others = _NO_INFERENCE_MODE if torch.is_inference_mode_enabled() else {}
 
-        def run() -> None:
-            with self._logs.noted():
+        def eagerly() -> None:
+            with run.logs.noted():
                 returned.append(eager_step(batch, *indices))
 
         def record(static: Any, capturing: bool) -> _Outputs:
-            return self._record(static, indices, step.signature, capturing, in_inference_mode)
+            return self._record(static, indices, step.signature, capturing, others)
 
         step = Step(
             batch=batch,
-            run=run,
+            run=eagerly,
             record=lambda static, cut, timed: record(static, capturing=True),
             rehearse=lambda static: record(static, capturing=False),
             values=self._values,
             state=self._state,
-            transaction=self._undone,
+            transaction=run.undone,
             accumulation=_PLACE,
             specialization={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
-            beside=self._beside(indices),
-            learning=self._learning,
-            eager_reason=self._replicas.reason_in_evaluation(),
+            beside=run.numbers.beside(indices[0]) if indices else {},
+            learning=run.learning,
+            eager_reason=run.replicas.reason_in_evaluation(),
         )
-        phase, outputs = self._engine.step(step, lambda outputs: self._metrics.adopt())
+        phase, outputs = self._engine.step(step, lambda outputs: run.metrics.adopt())
         if phase is Phase.WARMING:
-            self._logs.warmed_up(step.signature, batch)
+            run.logs.warmed_up(step.signature, batch)
         if outputs is None:
             return returned[0]
         for attribute in outputs.recomputed:
             attribute.hand_over()
-        self._replicas.evaluated()
+        run.replicas.evaluated()
         outputs.logs.hand_over(self._trainer)
-        self._metrics.count_references()
+        run.metrics.count_references()
         # Copies: Lightning keeps predictions, and the next replay overwrites static outputs.
         return map_leaves(outputs.returned, copied_leaf)
-
-    def _beside(self, indices: tuple[int, ...]) -> dict[str, int]:
-        """The numbers beside a batch that its step may read in part, by name."""
-        return {"batch_idx": indices[0]} if indices and "batch_idx" not in self._harmless else {}
 
     def _record(
         self,
@@ -225,45 +189,30 @@ class GraphedEvaluation:
         indices: tuple[int, ...],
         signature: Signature | None,
         capturing: bool,
-        in_inference_mode: bool,
+        others: dict[Any, tuple[str, str]],
     ) -> _Outputs:
         """Run a step on the static batch.
 
         Args:
             indices: the indices of the batch and of its dataloader.
             capturing: True in a capture, False in a rehearsal.
-            in_inference_mode: True if eager steps run in inference mode.
+            others: functions that give another result in a capture.
 
         Raises:
             CaptureError: if the step has an effect on the host that a replay would not have.
         """
         assert self._eager_step is not None
-        called = (self._trainer.strategy, self._trainer.precision_plugin)
-        refuse_replaced_methods(self._module, None, self._harmless, self._step_name, called)
+        run, trainer = self._run, self._trainer
+        called = (trainer.strategy, trainer.precision_plugin)
+        refuse_replaced_methods(self._module, None, run.settings.harmless, self._step_name, called)
         arguments: list[Any] = [*indices]
-        if capturing and signature is not None and signature.reads is not None:
-            for name, value in self._beside(indices).items():
-                arguments[0] = moving_number(signature.reads, name, value, self._run.max_signatures)
-        with ExitStack() as stack:
-            stack.enter_context(unprofiled(self._trainer))
-            stack.enter_context(self._without_gradients())
-            logs = stack.enter_context(self._logs.recorded(signature, batch, capturing))
-            if capturing and are_several():
-                stack.enter_context(CollectiveRules(*self._collective_words()))
-            if capturing:
-                audit = frozen_python_audit(
-                    self._module,
-                    self._trainer,
-                    self._backend.device,
-                    replace(
-                        host_rules(self._trainer, self._harmless, self._metrics.stays_on_host),
-                        other_in_captures=_NO_INFERENCE_MODE if in_inference_mode else {},
-                    ),
-                )
-                mentioned = stack.enter_context(audit).mentioned
-                self._guards.mentioned.append(mentioned)
-            recomputed = stack.enter_context(recomputed_apart(self._module))
-            stack.enter_context(self._run.carried.inside(lambda: ""))
+        if capturing and signature is not None and indices:
+            arguments[0] = run.numbers.noted(signature.reads, indices[0])
+        with (
+            unprofiled(trainer),
+            self._without_gradients(),
+            run.recorded(signature, batch, capturing, other_in_captures=others) as parts,
+        ):
             try:
                 returned = self._eager_step(batch, *arguments)
             except RuntimeError as error:
@@ -274,20 +223,9 @@ class GraphedEvaluation:
                     " capture is not in.",
                     "Pass `Trainer(inference_mode=False)`, or make the tensor in `setup`.",
                 ) from error
-            self._metrics.write_back()
-            self._metrics.undo()
-            if capturing:
-                self._metrics.tell_reads(mentioned)
-        logged = self._logs.finished(logs, signature, capturing)
+        logged = run.logs.finished(parts.events, signature, capturing)
         refuse_odd_outputs(returned, f"the output of `{self._step_name}`")
-        return _Outputs(map_leaves(returned, self._detached), logged, recomputed)
-
-    def _collective_words(self) -> tuple[str, str]:
-        """Return where a collective would be, in words, and the remedy."""
-        if self._trainer.world_size == 1:
-            return ALONE, TELL_LIGHTNING
-        gather = f"Log with `sync_dist=True`, or gather in `on_{self._stage}_epoch_end`"
-        return "an evaluation step", f"{gather}; or leave out `evaluation=True`."
+        return _Outputs(map_leaves(returned, self._detached), logged, parts.recomputed)
 
     def _detached(self, leaf: Any) -> Any:
         if isinstance(leaf, Later):
@@ -309,46 +247,23 @@ class GraphedEvaluation:
 
     def _state(self) -> dict[str, Tensor]:
         buffers = {f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()}
-        return {**buffers, **self._metrics.tensors()}
-
-    def _thorough_state(self) -> dict[str, Any]:
-        plugin = self._trainer.precision_plugin
-        described = f"{type(plugin).__qualname__} ({plugin.precision}, {id(plugin)})"
-        return {"the precision plugin of the trainer": described}
-
-    @contextmanager
-    def _learning(self) -> Iterator[None]:
-        with self._metrics.learning(), self._guards.effects.watched():
-            yield
-
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        """Undo the effects of Lightning's own code on the host in a capture."""
-        self._logs.begin_transaction()
-        self._metrics.prepare()
-        module = self._module
-        with setting(module, _current_fx_name=module._current_fx_name), self._replicas.undone():
-            yield
+        return {**buffers, **self._run.metrics.tensors()}
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:
         """Refuse a step that changes gradients: they belong to the training graphs."""
-        before = [(parameter, parameter.grad) for parameter in self._module.parameters()]
-        versions = [_version(gradient) for _, gradient in before]
+        before = [(name, p, p.grad, gradient_of(p)) for name, p in self._module.named_parameters()]
         try:
             yield
-            for (parameter, gradient), version in zip(before, versions, strict=True):
-                if parameter.grad is not gradient or _version(gradient) != version:
+            for name, parameter, _, was in before:
+                if gradient_of(parameter) != was:
                     raise CaptureError(
-                        f"`{self._step_name}` leaves gradients in `{self._name_of(parameter)}`.",
+                        f"`{self._step_name}` leaves gradients in `{name}`.",
                         "Use `torch.autograd.grad`, which returns them.",
                     )
         finally:
-            for parameter, gradient in before:
+            for _, parameter, gradient, _ in before:
                 parameter.grad = gradient
-
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(name for name, p in self._module.named_parameters() if p is parameter)
 
 
 def wording_of(stage: Stage) -> Wording:
@@ -369,7 +284,3 @@ def wording_of(stage: Stage) -> Wording:
             ),
         },
     )
-
-
-def _version(gradient: Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version

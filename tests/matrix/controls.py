@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.frozen import StepAudit
-from lightning_cudagraph.checks.audit.host_calls import HostRules
 from tests.matrix.judge import Case
 from tests.matrix.places import LOW, Place
 from tests.matrix.runs import UNCHECKED

@@ -13,9 +13,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from lightning_cudagraph.capture.context import RunContext
-from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
-from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
+from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
@@ -51,10 +49,8 @@ class _Candidate:
 class Admission(Generic[T]):
     """Admission of the batch signatures of an engine."""
 
-    def __init__(self, run: RunContext, graphs: GraphsBySignature[T], warm_ups: WarmUps) -> None:
-        self._run = run
-        self._graphs = graphs
-        self._warm_ups = warm_ups
+    def __init__(self, engine: EngineContext[T]) -> None:
+        self._run, self._graphs, self._warm_ups = engine.run, engine.graphs, engine.warm_ups
         self._candidates: dict[Signature, _Candidate] = {}
         self._short_lives = 0  # in a row
         self._first: Signature | None = None  # that had a graph
@@ -207,7 +203,7 @@ class Admission(Generic[T]):
         if dimension is None:
             where = self._graphs.reads.described(path)
             return f"`{path}`{where} has {least}{number} values; pass it as a tensor"
-        most = self._run.max_signatures
+        most = self._run.settings.max_graphs
         # Fewer lengths than graphs can be too many too, if they come seldom or something else varies.
         *chosen, longest = best_lengths(found, most if number > most else number // 2)
         lengths = f"{', '.join(map(str, chosen))} or {longest}" if chosen else str(longest)

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_cudagraph.checks.audit.calls.host_calls import uses_refused
 from lightning_cudagraph.checks.audit.frozen import effect_error
-from lightning_cudagraph.checks.audit.host_calls import uses_refused
 from lightning_cudagraph.checks.audit.host_lines import (
     first_line,
     is_set_elsewhere,
@@ -29,8 +29,9 @@ from lightning_cudagraph.checks.audit.host_objects import (
     VALUES,
     is_users_module,
 )
+from lightning_cudagraph.checks.audit.kinds import hides_state
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
-from lightning_cudagraph.checks.audit.parts import PRIVATE, Moved, hides_state
+from lightning_cudagraph.checks.audit.parts import PRIVATE, Moved
 from lightning_cudagraph.checks.audit.walker import Root, Walk
 from lightning_cudagraph.device.sentry.first_refusal import AskedFor, is_gathering, refuse
 from lightning_cudagraph.device.sentry.own_modes import not_compiled

@@ -2,9 +2,9 @@
 
 Host code in a captured step runs once, at the capture. A value that it read stays what it was; an
 attribute that it set is not set again; a random number that it drew stays the same; a line that it
-printed is not printed again. The interpreter's profiling hook sees calls (`host_calls.py`), a comparison
-of objects before and after the step sees changes (`walker.py`), and a read of a number that is another
-in each step is refused, unless it has few values (`moving_number`).
+printed is not printed again. The interpreter's profiling hook sees calls (`calls/host_calls.py`), a
+comparison of objects before and after the step sees changes (`walker.py`), and a read of a number that
+is another in each step is refused, unless it has few values (`moving_number`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cudagraph.checks.audit.host_calls import HostCalls, HostRules, allowance, frozen_read
+from lightning_cudagraph.checks.audit.calls.host_calls import HostCalls
+from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance, frozen_read
 from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, nearest_line
 from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.audit.parts import Moved

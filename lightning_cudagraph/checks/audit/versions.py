@@ -59,7 +59,6 @@ class Versions:
     The order of an `OrderedDict` is kept apart from its items, and not compared.
 
     Args:
-        dicts: the dictionaries.
         names: for each, the only keys that are compared; None for all of them.
     """
 

@@ -61,17 +61,8 @@ from lightning_cudagraph.checks.audit.host_objects import (
     slot_value,
     slots_of,
 )
-from lightning_cudagraph.checks.audit.parts import (
-    PROXIES,
-    READ_WHOLE,
-    How,
-    Item,
-    Moved,
-    Node,
-    items_of,
-    joined,
-    node_of,
-)
+from lightning_cudagraph.checks.audit.kinds import PROXIES, READ_WHOLE, How, node_of
+from lightning_cudagraph.checks.audit.parts import Item, Moved, Node, items_of, joined
 from lightning_cudagraph.checks.audit.versions import Versions
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
 from lightning_cudagraph.device.sentry.sentry import is_users

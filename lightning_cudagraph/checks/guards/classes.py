@@ -36,7 +36,6 @@ class Classes:
     """The classes of some objects, with the functions in all of their bases, to compare later.
 
     Args:
-        objects: the objects.
         owners: those that may also have functions of their own instead of their class's.
     """
 

@@ -17,7 +17,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -28,45 +27,17 @@ from lightning_cudagraph.checks.audit.host_objects import is_users_class, lineag
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
-from lightning_cudagraph.checks.guards.remedies import CHOOSE
+from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.structure import Structure, described
 from lightning_cudagraph.checks.guards.switches import global_switches
-from lightning_cudagraph.errors import Location
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 
 _State = dict[str, Any]
-_CHOICES = (str, bytes, bool, type(None))
 
 # After so many changes that checks found to have no effect, a part is not compared any more.
 _CHECKS_TO_CLEAR = 3
 _MAX_NAMED = 3  # in a note
 _MAX_SHOWN = 120  # characters of a value
-
-
-class Change(str):
-    """A change, in words.
-
-    Attributes:
-        location: the first line of user code that reads what has changed; None if it is unknown.
-        remedy: what to do about it, if its words do not tell.
-        is_after_pause: user code may have run before, as between two epochs.
-    """
-
-    location: Location | None = None
-    remedy = ""
-    is_after_pause = False
-
-    @classmethod
-    def of(cls, moved: Moved, codes: Sequence[CodeType]) -> Change:
-        """The change of a part that the step reads.
-
-        Args:
-            codes: the user code of the step.
-        """
-        change = cls(moved.words)
-        change.location = first_line(moved.attribute, True, codes)
-        change.remedy = CHOOSE if type(moved.now) in _CHOICES else ""
-        return change
 
 
 @dataclass(frozen=True)

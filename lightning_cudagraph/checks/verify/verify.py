@@ -123,14 +123,15 @@ class Verifier:
     rates: Callable[[], tuple[Any, ...]] = _no_rates
     agreement: Agreement | None = None
     budget: float = 0.01
-    checked: int = 0
-    notes: list[str] = field(default_factory=list)
-    _histories: WeakKeyDictionary[object, _History] = field(default_factory=WeakKeyDictionary)
-    _ran_out: bool = False
-    _pauses: int = 0
-    _started_s: float = field(default_factory=perf_counter)
-    _longest_s: float = 0.0
-    _spent_s: float = 0.0
+    checked: int = field(init=False, default=0)
+    notes: list[str] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._histories: WeakKeyDictionary[object, _History] = WeakKeyDictionary()
+        self._ran_out = False
+        self._pauses = 0
+        self._started_s = perf_counter()
+        self._longest_s = self._spent_s = 0.0
 
     def pause(self) -> None:
         """Check the next replay of each graph, within the budget: user code may have run."""

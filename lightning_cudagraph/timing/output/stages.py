@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.checks.guards.guards import Change
+from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of
 from lightning_cudagraph.timing.readings.step_time import StepTime
 

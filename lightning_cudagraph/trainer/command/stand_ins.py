@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_cudagraph.checks.audit.host_calls import RECORDING
+from lightning_cudagraph.checks.audit.calls.known_calls import RECORDING
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.logs.silent import silent, silent_method
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from lightning_cudagraph.compat.method_patches import MethodPatch, patch_method
 from lightning_cudagraph.tensors.buckets import Buckets
@@ -15,7 +15,37 @@ from lightning_cudagraph.tensors.buckets import Buckets
 _CONVERT = "convert_input"
 
 
-def pad_batches(
+class Padding:
+    """The padding of a callback's trainer, from the first stage that begins to the last that ends."""
+
+    def __init__(self) -> None:
+        self._patches = ExitStack()
+        self._stages = 0  # two in a `fit` that has called another method of the trainer
+
+    def begin(
+        self, trainer: pl.Trainer, stage: str, buckets: Sequence[Buckets], evaluation: bool
+    ) -> None:
+        """Begin a stage."""
+        if stage == TrainerFn.FITTING:
+            self.close()  # of a run that ended without a teardown
+        if buckets and not _are_padded(trainer):
+            self.close()
+            _pad_batches(trainer, buckets, evaluation, self._patches)
+        self._stages += 1
+
+    def end(self) -> None:
+        """End a stage."""
+        self._stages -= 1
+        if self._stages == 0:
+            self.close()
+
+    def close(self) -> None:
+        """Pad no more."""
+        self._stages = 0
+        self._patches.close()
+
+
+def _pad_batches(
     trainer: pl.Trainer, buckets: Sequence[Buckets], evaluation: bool, patches: ExitStack
 ) -> None:
     """Pad the batches of a trainer, before its hooks see them.
@@ -40,6 +70,5 @@ def pad_batches(
     patch_method(plugin, _CONVERT, convert_padded, patches)
 
 
-def are_padded(trainer: pl.Trainer) -> bool:
-    """True if batches of this trainer are padded already."""
+def _are_padded(trainer: pl.Trainer) -> bool:
     return type(vars(trainer.precision_plugin).get(_CONVERT)) is MethodPatch

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_cudagraph.capture.stream_choice import Streams
-from lightning_cudagraph.checks.verify.verification import Verification
+from lightning_cudagraph.capture.context import CaptureSettings
 from lightning_cudagraph.timing.layers.layers import LayerTimings
 
 Scope = Literal["auto", "step", "forward_backward"]
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(CaptureSettings):
     """The arguments of `CUDAGraphCallback`, which documents each.
 
     Attributes:
@@ -21,13 +20,7 @@ class Settings:
     """
 
     scope: Scope
-    warmup_steps: int
-    raise_unsupported: bool
     timings: LayerTimings | None
-    verify: Verification
-    max_graphs: int
-    harmless: frozenset[str] = frozenset()
-    streams: Streams = 1
     compile: bool = False
     measures_plain_steps: bool = False
     is_examined: bool = False

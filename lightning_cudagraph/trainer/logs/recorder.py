@@ -71,7 +71,6 @@ class Logs:
     The kind of a step, `place`, is the accumulation phase with the batch signature in training.
 
     Args:
-        trainer: the trainer, whose active loop gets the values.
         adds: the graphs add values up; otherwise Lightning does, after each replay.
     """
 

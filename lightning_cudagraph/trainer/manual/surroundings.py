@@ -17,7 +17,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.amp import GradScaler
 
-from lightning_cudagraph.checks.audit.host_calls import HostRules
+from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.compat.features import FABRIC, MANUAL
 from lightning_cudagraph.compat.names.lightning_names import _FabricModule, _FabricOptimizer
@@ -30,9 +30,9 @@ from lightning_cudagraph.graphed_step.surroundings import (
     scaler_calls,
     scheduler_steps,
 )
+from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy
 from lightning_cudagraph.trainer.config.support import callbacks_of, scaler_of
-from lightning_cudagraph.trainer.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
@@ -49,7 +49,7 @@ class ManualOptimization(PlainLoop):
     """A `training_step` with manual optimization."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self.around: Mapping[str, Any] = {"trainer": trainer}
         self.unwatched = PlainLoop.unwatched | OWN_ATTRIBUTES
 
@@ -57,22 +57,22 @@ class ManualOptimization(PlainLoop):
         return optimizer_inside(optimizer)
 
     def scaler(self) -> GradScaler | None:
-        return scaler_of(self._trainer)
+        return scaler_of(self.trainer)
 
     def check(self) -> None:
         require(MANUAL)
-        strategy = self._trainer.strategy
+        strategy = self.trainer.strategy
         refuse_strategy(strategy)
-        if self._trainer.world_size > 1 or isinstance(strategy, DDPStrategy):
+        if self.trainer.world_size > 1 or isinstance(strategy, DDPStrategy):
             # The DDP wrapper's forward pass is outside of the function, its backward pass inside.
             raise UnsupportedError(
-                f"The run has {self._trainer.world_size} process(es), with"
+                f"The run has {self.trainer.world_size} process(es), with"
                 f" `{type(strategy).__qualname__}`; captured so far is manual optimization on a"
                 " single device.",
                 "Pass `Trainer(devices=1)`; or write the loop with Fabric, where `GraphedStep` knows"
                 " `DistributedDataParallel`.",
             )
-        for callback in callbacks_of(self._trainer):
+        for callback in callbacks_of(self.trainer):
             if isinstance(callback, LayerTimingsMonitor):
                 raise UnsupportedError(
                     "The trainer has a `LayerTimingsMonitor`, which times eager steps by hooks in"
@@ -101,7 +101,7 @@ class ManualOptimization(PlainLoop):
     def rules_with_logs(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
         """Return the rules for a step whose logs and metric calls follow after each replay."""
         return replace(
-            host_rules(self._trainer, harmless | _OWN_OF_TOGGLING),
+            host_rules(self.trainer, harmless | _OWN_OF_TOGGLING),
             refused={**scheduler_steps(), **scaler_calls(scaler)},
         )
 
@@ -116,7 +116,7 @@ class ManualOptimization(PlainLoop):
         read.tell(mentioned, lambda metric, name: False)
 
     def _wrappers(self) -> list[LightningOptimizer]:
-        return list(self._trainer.strategy._lightning_optimizers)
+        return list(self.trainer.strategy._lightning_optimizers)
 
     @contextmanager
     def noted(self, notes: list[Callable[[], object]]) -> Iterator[None]:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.amp import GradScaler
 
-from lightning_cudagraph.checks.audit.host_calls import HostRules
+from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
@@ -32,13 +32,14 @@ from lightning_cudagraph.errors import UnsupportedError, Wording, see
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, StepRecorder, StepResult
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
-from lightning_cudagraph.graphed_step.run import StepRun, StepSettings
+from lightning_cudagraph.graphed_step.run import StepRun
 from lightning_cudagraph.graphed_step.step import GraphedStep
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
 from lightning_cudagraph.tensors.host_values import HostReads, value_of
 from lightning_cudagraph.tensors.writes import storage_id
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS, StepNumbers
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.logs.recorder import Logs
@@ -54,7 +55,6 @@ from lightning_cudagraph.trainer.metrics.calls import Later
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.profilers import unprofiled
-from lightning_cudagraph.trainer.training.captured_step.step_numbers import STEP_GETTERS, StepNumbers
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
 _WORDING = Wording(
@@ -89,7 +89,8 @@ class ManualTraining:
         surroundings = _WholeStep(trainer)
         rules = surroundings.rules(settings.harmless, surroundings.scaler())
         surroundings.metrics = StepMetrics(module, trainer, backend, rules)
-        self._logs = Logs(trainer, module, surroundings.metrics, adds=False)
+        surroundings.logs = Logs(trainer, module, surroundings.metrics, adds=False)
+        surroundings.numbers = StepNumbers(surroundings.steps, settings)
         optimizers = {f"optimizers[{i}]": each for i, each in enumerate(trainer.strategy.optimizers)}
         self._run = _ManualRun(
             StepFunction(
@@ -101,17 +102,11 @@ class ManualTraining:
                 StepReplicas(module),
             ),
             backend,
-            StepSettings(
-                settings.warmup_steps,
-                settings.raise_unsupported,
-                settings.verify,
-                settings.harmless,
-                settings.max_graphs,
-                settings.streams,
-            ),
-            self._logs,
-            trainer,
-            StepNumbers(surroundings.steps, settings),
+            settings,
+            processes=None,
+            announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
+            wording=_WORDING,
+            reads=surroundings.host_reads,
         )
 
     @property
@@ -198,10 +193,13 @@ class _WholeStep(ManualOptimization):
     """The surroundings of a whole step."""
 
     metrics: StepMetrics
+    logs: Logs
+    numbers: StepNumbers
 
     def __init__(self, trainer: pl.Trainer) -> None:
         super().__init__(trainer)
         self.scheduled = ScheduledOptimizers()
+        self.host_reads = HostReads(user_location)
 
     def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
         # Not those of the trainer: `noted` replaces their `step`.
@@ -210,7 +208,7 @@ class _WholeStep(ManualOptimization):
     @contextmanager
     def noted(self, notes: list[Callable[[], object]]) -> Iterator[None]:
         with super().noted(notes), ExitStack() as stack:
-            for config in self._trainer.lr_scheduler_configs:
+            for config in self.trainer.lr_scheduler_configs:
                 step = noting_step(notes, config.scheduler, self.scheduled)
                 stack.enter_context(in_place(config.scheduler, "step", step))
             for wrapper in self._wrappers():
@@ -222,7 +220,7 @@ class _WholeStep(ManualOptimization):
 
     def steps(self) -> Any:
         """Return the tracker of the steps of all optimizers, `global_step`."""
-        return self._trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+        return self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
 
     def _counting(self, wrapper: Any) -> Callable[[], None]:
         """Return a function that counts a step for what comes after it in the same capture."""
@@ -273,14 +271,11 @@ class _LoggedResult(StepResult):
 class _ManualRecorder(StepRecorder):
     """Runs a `training_step` so that it can be captured, and records what it logs."""
 
-    logs: Logs
-    trainer: pl.Trainer
-    numbers: StepNumbers
-    reads: HostReads
+    whole: _WholeStep
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         batch, *indices = args
-        beside = self.numbers.beside(indices[0]) if indices else {}
+        beside = self.whole.numbers.beside(indices[0]) if indices else {}
         return _BatchArguments(batch, 1, beside, tuple(indices))
 
     def lent(self, arguments: Arguments) -> Collection[int]:
@@ -288,10 +283,10 @@ class _ManualRecorder(StepRecorder):
         return {storage_id(leaf) for _, leaf in leaves if isinstance(leaf, Tensor)}
 
     def warmed_up(self, arguments: Arguments, habits: GradientHabits) -> None:
-        self.logs.warmed_up(habits, arguments.batch)
+        self.whole.logs.warmed_up(habits, arguments.batch)
 
     def run(self, arguments: Arguments) -> Any:
-        with self.logs.noted():
+        with self.whole.logs.noted():
             return super().run(arguments)
 
     def record(
@@ -302,26 +297,27 @@ class _ManualRecorder(StepRecorder):
         guards: Guards,
         capturing: bool,
     ) -> StepResult:
-        reads = self.reads if capturing else None
+        trainer, logs, numbers = self.whole.trainer, self.whole.logs, self.whole.numbers
+        reads = self.whole.host_reads if capturing else None
         if capturing and arguments.beside:
             assert isinstance(arguments, _BatchArguments)
             index, *others = arguments.indices
-            arguments = replace(arguments, indices=(self.numbers.noted(reads, index), *others))
+            arguments = replace(arguments, indices=(numbers.noted(reads, index), *others))
         with (
-            unprofiled(self.trainer),
-            self.numbers.noted_step(reads),
-            self.logs.recorded(habits, batch, capturing) as events,
+            unprofiled(trainer),
+            numbers.noted_step(reads),
+            logs.recorded(habits, batch, capturing) as events,
         ):
             result = super().record(batch, arguments, habits, guards, capturing)
-        logged = self.logs.finished(events, habits, capturing)
+        logged = logs.finished(events, habits, capturing)
         notes: list[Callable[[], object]] = [*result.host_notes]
-        notes.append(partial(logged.hand_over, self.trainer))
+        notes.append(partial(logged.hand_over, trainer))
         return _LoggedResult(result.returned, result.gradients, notes, logged)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        self.logs.begin_transaction()
-        module: Any = self.trainer.lightning_module
+        self.whole.logs.begin_transaction()
+        module: Any = self.whole.trainer.lightning_module
         with super().undone(), setting(module, _current_fx_name=module._current_fx_name):
             yield
 
@@ -329,36 +325,12 @@ class _ManualRecorder(StepRecorder):
 class _ManualRun(StepRun):
     """The engines of a `training_step`."""
 
-    def __init__(
-        self,
-        of: StepFunction,
-        backend: Backend,
-        settings: StepSettings,
-        logs: Logs,
-        trainer: pl.Trainer,
-        numbers: StepNumbers,
-    ) -> None:
-        self._logs = logs
-        self._trainer = trainer
-        self._numbers = numbers
-        reads = HostReads(user_location)
-        super().__init__(of, backend, settings, None, _announce, _WORDING, reads)
-
     def _recorder_of(self, of: StepFunction) -> StepRecorder:
-        recorder = _ManualRecorder(
-            of,
-            self._optimizers,
-            of.surroundings.rules(self._harmless, of.scaler),
-            self.backend.device,
-            are_agreed=True,
-        )
-        recorder.logs, recorder.trainer = self._logs, self._trainer
-        unwatched = of.surroundings.unwatched | self._harmless
-        recorder.carried = ReboundAttributes(of.model, self.backend.device, unwatched, is_metric)
-        assert self._reads is not None
-        recorder.numbers, recorder.reads = self._numbers, self._reads
+        whole, device = of.surroundings, self.backend.device
+        assert isinstance(whole, _WholeStep)
+        rules = whole.rules(self._harmless, of.scaler)
+        recorder = _ManualRecorder(of, self._optimizers, rules, device, are_agreed=True)
+        recorder.whole = whole
+        unwatched = whole.unwatched | self._harmless
+        recorder.carried = ReboundAttributes(of.model, device, unwatched, is_metric)
         return recorder
-
-
-def _announce(text: str) -> None:
-    rank_zero_info(f"lightning_cudagraph: {text}")

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_cudagraph.checks.audit.host_calls import HostRules
+from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.compat.attributes import bound, setting
 from lightning_cudagraph.compat.features import COUNTED_CLASSES, METRICS

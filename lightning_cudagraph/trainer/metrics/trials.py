@@ -18,8 +18,8 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_cudagraph.capture.graph import outside_inference_mode
+from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
-from lightning_cudagraph.checks.audit.host_calls import HostRules
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.sentry import forbid, user_location

@@ -38,18 +38,18 @@ class AfterReplay:
         Args:
             optimizer: the optimizer, if it is in the graph.
         """
-        turn = outputs.turns[index]
-        turn.logs.hand_over(self._trainer)
-        self._count_zero_grads(turn.zero_grads)
-        for attribute in turn.recomputed:
+        at_break = outputs.breaks[index]
+        at_break.logs.hand_over(self._trainer)
+        self._count_zero_grads(at_break.zero_grads)
+        for attribute in at_break.recomputed:
             attribute.hand_over()
-        turn.run(closure)
+        at_break.run(closure)
         optimizer.note_moves()
         self._metrics.adopt()
         if change := self._guards.changed():
             raise HookError(
-                f"In the middle of a step that is replayed, after {turn.whose}, {change}; the rest of"
-                " the graph holds what was there at the capture.",
+                f"In the middle of a step that is replayed, after {at_break.whose}, {change}; the rest"
+                " of the graph holds what was there at the capture.",
                 "Change it in `on_train_batch_start` or `on_train_batch_end`.",
             )
 

@@ -21,7 +21,6 @@ class GraphClosure(Closure):
     """A closure that holds its batch, so that it can be captured or replayed instead of called.
 
     Args:
-        closure: Lightning's own closure.
         kwargs: the arguments of `training_step`, the batch first.
         call: does the step, given this closure and the call of Lightning's own.
     """

@@ -105,7 +105,6 @@ class GraphedTraining:
             run.carried,
             self._announce,
             agreement=agreement,
-            max_signatures=settings.max_graphs,
             earns_graphs=True,
             is_examined=settings.is_examined,
             learning_rates=lambda: self._part.optimizer.learning_rates(),

@@ -349,7 +349,7 @@ class TrainingSteps:
             transaction=self._undone,
             parameters=lambda: self._part.parameters(self._makes_gradients(accumulation)),
             is_broken=run.replicas.is_broken,
-            mend=run.replicas.reset,
+            repair=run.replicas.reset,
             eager_reason=run.replicas.eager_reason(accumulation),
             in_window=run.trainer.accumulate_grad_batches > 1,
             kept=lambda: self._part.behind is not None or not gradients_unseen(run.trainer, run.module),
@@ -376,11 +376,10 @@ class TrainingSteps:
     def _learning(self) -> Iterator[None]:
         run = self._run
         detach_recomputed(run.module)  # first, because the watch of effects keeps references
-        with run.metrics.learning(), run.hooks.learning(), run.guards.effects.watched():
+        with run.hooks.learning(), run.learning():
             yield
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        with self._recorder.undone(), self._part.undone(), self._run.replicas.undone():
-            self._run.metrics.prepare()
+        with self._recorder.undone(), self._part.undone(), self._run.undone():
             yield

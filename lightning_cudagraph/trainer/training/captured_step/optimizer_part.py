@@ -212,12 +212,6 @@ class OptimizerPart:
             *(() if self.scaler is None else self.scaler.frozen().values()),
         )
 
-    def thorough_state(self) -> dict[str, Any]:
-        """Identities of objects that a graph bakes in, by name."""
-        plugin = self._trainer.precision_plugin
-        described = f"{type(plugin).__qualname__} ({plugin.precision}, {id(plugin)})"
-        return {**self.optimizer.addresses(), "the precision plugin of the trainer": described}
-
     def _prepared_scaler(self) -> PreparedScaler | None:
         scaler = scaler_of(self._trainer)
         if scaler is None:

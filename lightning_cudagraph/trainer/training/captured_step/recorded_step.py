@@ -50,7 +50,7 @@ class StepOutputs:
         zero_grads: number of `zero_grad` calls after the last graph break. The step makes one call in
             all, unless the optimizer calls the closure several times, gradients are accumulated, or a
             hook drops them.
-        turns: the graph breaks, in the order of the step.
+        breaks: the graph breaks, in the order of the step.
         after_backward: `on_after_backward` runs on the host, after the replay.
         recomputed: attributes of modules that hooks of torch have set.
         is_measured: step times are those of replays of this batch signature.
@@ -62,7 +62,7 @@ class StepOutputs:
     marks: StepMarks | None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     zero_grads: int = 1
-    turns: list[HostBreak] = field(default_factory=list)
+    breaks: list[HostBreak] = field(default_factory=list)
     after_backward: bool = False
     recomputed: list[Recomputed] = field(default_factory=list)
     is_measured: bool = True
@@ -75,8 +75,8 @@ class StepOutputs:
             if parameter.grad is not None
         }
         found = {"the loss": self.loss, **compared_outputs(self.extra, "the output of `training_step`")}
-        for index, logs in enumerate((*(turn.logs for turn in self.turns), self.logs)):
-            part = f" (part {index + 1})" if self.turns else ""
+        for index, logs in enumerate((*(at_break.logs for at_break in self.breaks), self.logs)):
+            part = f" (part {index + 1})" if self.breaks else ""
             found |= {f"{name}{part}": value for name, value in logs.values().items()}
         return found | gradients
 

@@ -10,42 +10,32 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.graph import BreakGraph
-from lightning_cudagraph.checks.audit.frozen import StepAudit, frozen_python_audit
 from lightning_cudagraph.checks.audit.host_lines import line_that_returns_none
-from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.device.sentry.compiled import recompilation
 from lightning_cudagraph.device.sentry.first_refusal import going_on
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError, see
-from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, names_a_class, value_of
-from lightning_cudagraph.tensors.recomputed import recomputed_apart
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
-from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING, check_optimizer_part
-from lightning_cudagraph.trainer.host_rules import host_rules, refuse_replaced_methods
+from lightning_cudagraph.trainer.common.captured_run import Gradient, gradient_of
+from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
+from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS
+from lightning_cudagraph.trainer.config.support import check_optimizer_part
 from lightning_cudagraph.trainer.profilers import unprofiled
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
     HostBreak,
     StepBody,
     StepOutputs,
 )
-from lightning_cudagraph.trainer.training.captured_step.step_numbers import STEP_GETTERS
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_forward, timed_stages
-
-# A gradient and its version counter, or None.
-_Gradient = tuple[Identity, int] | None
-
-# Set by Lightning around each hook, and restored after it.
-_OF_LIGHTNING = frozenset({"_current_fx_name"})
 
 
 class Recorder:
@@ -116,69 +106,54 @@ class Recorder:
             inner._step_fn = timed_forward(inner._step_fn, marks)
         # Each call of the closure drops gradients once, before its backward pass.
         counts_drops = inner._zero_grad_fn is not None and not self._hooks.around_zero_grad()
-        audit: StepAudit | None = None
         behind = False
 
         def end_backward() -> None:
             nonlocal behind
             if marks is not None:
                 marks.backward_ended()
-            if audit is not None:
-                with recomputed.as_before(), self._metrics.as_before(), carried.as_before():
-                    audit.end_backward()
+            if parts.audit is not None:
+                with parts.recomputed.as_before(), self._metrics.as_before(), carried.as_before():
+                    parts.audit.end_backward()
             behind = True
 
-        turns: list[HostBreak] = []
-        before = {id(p): _gradient(p) for p in self._module.parameters()}
+        breaks: list[HostBreak] = []
+        before = {id(p): gradient_of(p) for p in self._module.parameters()}
         taken = 0
         with ExitStack() as stack:
             stack.enter_context(unprofiled(self._trainer))
 
-            def turn(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
+            def break_graph(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
                 nonlocal taken, uncounted
                 self._metrics.write_back()
-                part = self._logs.finished(logs[taken:], place, capturing, is_last=False)
-                turns.append(HostBreak(whose, part, uncounted, run, recomputed.so_far()))
-                taken, uncounted = len(logs), 0
+                part = self._logs.finished(parts.events[taken:], place, capturing, is_last=False)
+                breaks.append(HostBreak(whose, part, uncounted, run, parts.recomputed.so_far()))
+                taken, uncounted = len(parts.events), 0
                 if cut is not None:
                     with marks.stage("host") if marks is not None else nullcontext():
                         cut(whose, drops_here)
 
-            left_out = self._hooks.left_out(inner, body.optimizer.optimizer, turn, end_backward)
+            left_out = self._hooks.left_out(inner, body.optimizer.optimizer, break_graph, end_backward)
             stack.enter_context(left_out)
-            logs = stack.enter_context(self._logs.recorded(place, batch, capturing))
             if marks is not None:  # before the audit, which would attribute their hooks to the step
                 stack.enter_context(marks.recording())
                 stack.enter_context(timed_stages(marks, self._trainer, self._module))
-            if capturing and self._trainer.world_size == 1 and are_several():
-                stack.enter_context(CollectiveRules(ALONE, TELL_LIGHTNING))
-            if capturing:
-                harmless = self._harmless | _OF_LIGHTNING
-                rules = host_rules(self._trainer, harmless, self._metrics.stays_on_host)
-                audit = stack.enter_context(
-                    frozen_python_audit(
-                        self._module,
-                        self._trainer,
-                        self._run.backend.device,
-                        replace(rules, noted=frozenset() if reads is None else STEP_GETTERS),
-                    )
-                )
-                self._run.guards.mentioned.append(audit.mentioned)
-            recomputed = stack.enter_context(recomputed_apart(self._module))
-            stack.enter_context(
-                self._run.carried.inside(lambda: ", ".join(turn.whose for turn in turns))
-            )
-            stack.enter_context(body.arithmetic(capturing))
-            stack.callback(self._metrics.undo)  # before the audit compares, behind an error too
-            with self._run.numbers.noted_step(reads):
-                _run_body(body, inner, lambda: behind)
-            result = inner.consume_result()
-            self._metrics.write_back()
-            if audit is not None:
-                self._metrics.tell_reads(audit.mentioned)
+            with (
+                self._run.recorded(
+                    place,
+                    batch,
+                    capturing,
+                    lambda: ", ".join(at_break.whose for at_break in breaks),
+                    noted=frozenset() if reads is None else STEP_GETTERS,
+                ) as parts,
+                body.arithmetic(capturing),
+            ):
+                with self._run.numbers.noted_step(reads):
+                    _run_body(body, inner, lambda: behind)
+                result = inner.consume_result()
         if result.loss is None:
             raise self.returned_none()
-        logged = self._logs.finished(logs[taken:], place, capturing, result.loss)
+        logged = self._logs.finished(parts.events[taken:], place, capturing, result.loss)
         # The result still refers to autograd's graph, and so to the memory of all activations.
         refuse_odd_outputs(result.extra, "the output of `training_step`")
         extra = map_leaves(result.extra, _detached)
@@ -192,9 +167,9 @@ class Recorder:
             marks,
             trained,
             uncounted,
-            turns,
+            breaks,
             self._hooks.after_backward,
-            recomputed,
+            parts.recomputed,
         )
 
     @property
@@ -202,12 +177,12 @@ class Recorder:
         """Layers and stages that no captured timed step has times of, with the reason."""
         return self._untimed or {}
 
-    def _trained(self, before: Mapping[int, _Gradient]) -> dict[str, nn.Parameter]:
+    def _trained(self, before: Mapping[int, Gradient]) -> dict[str, nn.Parameter]:
         """The parameters with gradients that the step has written, and not the host before it."""
         return {
             name: parameter
             for name, parameter in self._module.named_parameters()
-            if parameter.grad is not None and _gradient(parameter) != before.get(id(parameter))
+            if parameter.grad is not None and gradient_of(parameter) != before.get(id(parameter))
         }
 
     def returned_none(self) -> UnsupportedError:
@@ -223,16 +198,13 @@ class Recorder:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo the host effects of Lightning's own code in a capture: counters and hook names."""
-        self._logs.begin_transaction()
+        """Undo the effects of Lightning's own code in a capture on its counters."""
         progress = self._run.optimization.optim_progress
         saved = deepcopy(progress.state_dict())
-        fx_name = self._module._current_fx_name
         try:
             yield
         finally:
             progress.load_state_dict(saved)
-            self._module._current_fx_name = fx_name
 
 
 def _arguments(batch: Any, closure: GraphClosure, batch_idx: int | HostValue) -> OrderedDict[str, Any]:
@@ -264,11 +236,6 @@ def _run_body(body: StepBody, closure: GraphClosure, is_behind: Callable[[], boo
             " `on_before_optimizer_step` and `configure_gradient_clipping`.",
             in_optimizer=True,
         ) from error
-
-
-def _gradient(parameter: nn.Parameter) -> _Gradient:
-    gradient = parameter.grad
-    return None if gradient is None else (Identity(gradient), gradient._version)
 
 
 def _detached(leaf: Any) -> Any:

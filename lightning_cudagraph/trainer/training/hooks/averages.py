@@ -16,15 +16,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_cudagraph.capture.context import CaptureSettings
 from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.record import StepFunction
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
-from lightning_cudagraph.graphed_step.run import StepRun, StepSettings, backend_for
+from lightning_cudagraph.graphed_step.run import StepRun, backend_for
 from lightning_cudagraph.graphed_step.surroundings import PlainLoop
+from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES
 from lightning_cudagraph.trainer.config.support import callbacks_of
-from lightning_cudagraph.trainer.host_rules import OWN_ATTRIBUTES
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.training.run import TrainingRun
 
@@ -167,8 +168,8 @@ class _Average:
                 has_gradients=False,
             ),
             backend_for(self._run.backend.device),
-            StepSettings(
-                _WARMUP_STEPS,
+            CaptureSettings(
+                warmup_steps=_WARMUP_STEPS,
                 raise_unsupported=True,
                 verify=settings.verify,
                 harmless=settings.harmless,

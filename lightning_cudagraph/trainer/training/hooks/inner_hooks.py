@@ -175,15 +175,15 @@ class InnerHooks:
         self,
         closure: GraphClosure,
         optimizer: Optimizer,
-        turn: AtGraphBreak,
+        at_break: AtGraphBreak,
         end_backward: Callable[[], None],
     ) -> Iterator[None]:
-        """Leave the hooks out of a step, and call `turn` at each graph break instead.
+        """Leave the hooks out of a step, and call `at_break` at each graph break instead.
 
         Args:
             closure: the closure of the step, which is changed.
             optimizer: the owner of the gradients that the step drops.
-            turn: called at each graph break.
+            at_break: called at each graph break.
             end_backward: called before `on_after_backward`, if that is captured.
         """
         whose = self.around_zero_grad()
@@ -192,13 +192,13 @@ class InnerHooks:
                 _refuse_gradients_of_frozen(whose, optimizer)
 
             def zero_grad() -> None:
-                turn(whose, not self.leave_gradients, _drop_gradients)
+                at_break(whose, not self.leave_gradients, _drop_gradients)
                 if not self.leave_gradients:
                     optimizer.zero_grad()
 
             closure._zero_grad_fn = zero_grad
         with ExitStack() as stack:
-            stand_in = self._before_backward(turn)
+            stand_in = self._before_backward(at_break)
             for callback in self._overriding("on_before_backward"):
                 stack.enter_context(in_place(callback, "on_before_backward", stand_in))
                 stand_in = _nothing  # all of them run at the graph break of the first one
@@ -220,7 +220,7 @@ class InnerHooks:
         call._call_callback_hooks(self._trainer, "on_after_backward")
         call._call_lightning_module_hook(self._trainer, "on_after_backward")
 
-    def _before_backward(self, turn: AtGraphBreak) -> Callable[..., None]:
+    def _before_backward(self, at_break: AtGraphBreak) -> Callable[..., None]:
         whose = ", ".join(self._of_callbacks("on_before_backward"))
         remedy = (
             "Do it in the module's own `on_before_backward`, or in `training_step`: these are captured."
@@ -254,7 +254,7 @@ class InnerHooks:
                         "Scale the loss in `training_step`.",
                     )
 
-            turn(whose, False, run)
+            at_break(whose, False, run)
 
         return stand_in
 

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
-from lightning_cudagraph.checks.audit.host_calls import HostRules, allowance
 from lightning_cudagraph.checks.audit.host_draws import SEEDED
 from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.audit.read_remedies import Remedy

@@ -20,11 +20,11 @@ STEP_GETTERS = frozenset({_STEP, "trainer.global_step", "trainer.fit_loop.epoch_
 
 
 class StepNumbers:
-    """The numbers beside the batches of a `fit`.
+    """The numbers beside the batches of a `fit` or an evaluation.
 
     Args:
-        total: returns the tracker of Lightning's loop that counts the steps.
-        settings: with the numbers that the user allows to be frozen, and the most graphs.
+        total: returns the tracker of Lightning's loop that counts the steps; None in an evaluation,
+            where `global_step` stays what it is.
     """
 
     def __init__(self, total: Callable[[], Any], settings: Settings) -> None:
@@ -36,7 +36,9 @@ class StepNumbers:
 
     def beside(self, batch_idx: int) -> dict[str, int]:
         """The numbers of a batch that its step may read in part, by name."""
-        numbers = {_INDEX: batch_idx, _STEP: self._total().completed}
+        numbers = {_INDEX: batch_idx}
+        if (total := self._total()) is not None:
+            numbers[_STEP] = total.completed
         return numbers if not self._frozen else {n: numbers[n] for n in numbers if n not in self._frozen}
 
     def noted(self, reads: HostReads | None, batch_idx: int) -> Any:

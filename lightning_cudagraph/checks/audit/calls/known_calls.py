@@ -1,0 +1,83 @@
+"""Functions of Python and torch that read or change something outside of Python's memory, by name."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+import warnings
+from datetime import date, datetime
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
+
+_NEXT = "__next__"
+CLOCKS: dict[Any, str] = {
+    **{
+        getattr(time, name): f"time.{name}()"
+        for clock in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+        for name in (clock, f"{clock}_ns")
+    },
+    datetime.now: "datetime.now()",
+    datetime.utcnow: "datetime.utcnow()",
+    date.today: "date.today()",
+}
+READS_IN_C: dict[Any, str] = {input: "input()"}
+EFFECTS_IN_C: dict[Any, str] = {print: "print", open: "open", warnings.warn: "warnings.warn"}
+# Python's modules in C that call the operating system, by their public names.
+_SYSTEM = {
+    **{"posix": "os", "nt": "os", "socket": "socket", "_socket": "socket", "_sqlite3": "sqlite3"},
+    **{name: name for name in ("select", "fcntl", "resource", "sqlite3")},
+}
+# Functions of these modules with one result for the same arguments in one process.
+FIXED_RESULTS = frozenset({"fspath", "getpid", "getcwd", "cpu_count", "strerror", "get_terminal_size"})
+_IMPORTS = "importlib."
+SEEDS_ITSELF = ("manual_seed", "seed")
+READS_OF_FILES = frozenset({"read", "readline", "readlines", "readinto"})
+WRITES_TO_FILES = frozenset({"write", "writelines"})
+READS: dict[CodeType, str] = {torch.load.__code__: "torch.load"}
+if _NEXT in vars(_BaseDataLoaderIter):  # else captures are refused
+    READS[vars(_BaseDataLoaderIter)[_NEXT].__code__] = "next(DataLoader)"
+EFFECTS: dict[CodeType, str] = {
+    subprocess.Popen.__init__.__code__: "subprocess",
+    torch.save.__code__: "torch.save",
+}
+if "_log" in vars(logging.Logger):  # else captures are refused
+    EFFECTS[logging.Logger._log.__code__] = "logging"  # called for enabled levels only
+# Packages that print and write for their callers.
+RECORDERS = frozenset(
+    (
+        *("wandb", "comet_ml", "mlflow", "clearml", "aim", "neptune", "swanlab", "dvclive"),
+        *("tensorboardX", "tensorboard", "loguru"),
+    )
+)
+# The beginnings of the names of methods that write.
+RECORDING = ("add_", "log", "write", "save", "track", "report_", "append", "upload", "record")
+
+
+def system_module(function: Any, receiver: Any) -> str:
+    """The public name of the module in C of a function or of its receiver, if it calls the system."""
+    if receiver is not None and not isinstance(receiver, ModuleType):
+        names = [base.__module__ for base in type(receiver).__mro__]
+        return next((_SYSTEM[name] for name in names if name in _SYSTEM), "")
+    return _SYSTEM.get(getattr(function, "__module__", None) or "", "")
+
+
+def is_import(frame: FrameType | None, asker: FrameType) -> bool:
+    """True for a call by Python's own code that finds and loads modules."""
+    while frame is not None and frame is not asker:
+        if str(frame.f_globals.get("__name__", "")).startswith(_IMPORTS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def name_of_file(file: Any, method: str) -> str:
+    """The public name of a file's method."""
+    if file is sys.stdout or file is sys.stderr:
+        return f"sys.{'stdout' if file is sys.stdout else 'stderr'}.{method}"
+    return f"file.{method}"

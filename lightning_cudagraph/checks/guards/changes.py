@@ -1,0 +1,39 @@
+"""A change that invalidates a graph, in words, with the user's line and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import CodeType
+
+from lightning_cudagraph.checks.audit.host_lines import first_line
+from lightning_cudagraph.checks.audit.parts import Moved
+from lightning_cudagraph.checks.guards.remedies import CHOOSE
+from lightning_cudagraph.errors import Location
+
+_CHOICES = (str, bytes, bool, type(None))
+
+
+class Change(str):
+    """A change, in words.
+
+    Attributes:
+        location: the first line of user code that reads what has changed; None if it is unknown.
+        remedy: what to do about it, if its words do not tell.
+        is_after_pause: user code may have run before, as between two epochs.
+    """
+
+    location: Location | None = None
+    remedy = ""
+    is_after_pause = False
+
+    @classmethod
+    def of(cls, moved: Moved, codes: Sequence[CodeType]) -> Change:
+        """The change of a part that the step reads.
+
+        Args:
+            codes: the user code of the step.
+        """
+        change = cls(moved.words)
+        change.location = first_line(moved.attribute, True, codes)
+        change.remedy = CHOOSE if type(moved.now) in _CHOICES else ""
+        return change

@@ -1,0 +1,1 @@
+"""Shared by captured steps of training, of manual optimization and of evaluation."""

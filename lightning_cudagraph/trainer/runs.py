@@ -1,0 +1,142 @@
+"""The captured runs of a callback: one `fit`, one kind of evaluation, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.graphed_step.run import backend_for
+from lightning_cudagraph.processes.nccl import check_nccl
+from lightning_cudagraph.trainer.config.settings import Settings
+from lightning_cudagraph.trainer.config.support import Stage, check_run, check_where_evaluated
+from lightning_cudagraph.trainer.distributed import Distributed, wrapped_on_side_stream
+from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
+from lightning_cudagraph.trainer.manual.training import ManualTraining
+from lightning_cudagraph.trainer.training.loop import GraphedTraining
+
+
+class CapturedRuns:
+    """The objects of a callback that are bound to a trainer. All are released by `close`.
+
+    Attributes:
+        not_evaluated: the reason why evaluations have no graphs.
+    """
+
+    def __init__(self) -> None:
+        self.training: GraphedTraining | ManualTraining | None = None
+        self.evaluation: GraphedEvaluation | None = None
+        self.processes: Distributed | None = None
+        self.not_evaluated: UnsupportedError | None = None
+        self._backend: Backend | None = None
+        self._wrapping = ExitStack()
+
+    def backend(self, trainer: pl.Trainer, name: str) -> Backend:
+        """Return the backend of a run; there is one, so that all graphs share a memory pool."""
+        if self._backend is None:
+            self._backend = backend_for(trainer.strategy.root_device, name, "CUDAGraphCallback")
+        return self._backend
+
+    def connect(self, trainer: pl.Trainer, backend: str) -> None:
+        """Prepare for a `fit`: tell other processes of a failure already before training starts."""
+        self.processes = Distributed(trainer)
+        if isinstance(trainer.strategy, DDPStrategy):
+            wrapped_on_side_stream(trainer.strategy, self.backend(trainer, backend), self._wrapping)
+
+    def begin_fit(self, trainer: pl.Trainer) -> Distributed:
+        """Release all but the processes, and the backend on whose side stream a DDP wrapper was made."""
+        backend = self._backend
+        processes, self.processes = self.processes or Distributed(trainer), None
+        self.close()
+        self._backend, self.processes = backend, processes
+        return processes
+
+    def train(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        settings: Settings,
+        asked: Mapping[str, Any],
+    ) -> GraphedTraining | ManualTraining:
+        """Begin the captured training of a `fit`, if all its processes can have the same.
+
+        Args:
+            asked: the arguments of the callback, which the processes compare.
+
+        Raises:
+            UnsupportedError: if a process cannot have graphs.
+        """
+        processes = self.processes
+        assert processes is not None
+        training: GraphedTraining | ManualTraining | None = None
+        refused: UnsupportedError | None = None
+        try:
+            check_run(trainer, module)
+            if processes.agreement is not None:
+                check_nccl(trainer.strategy.root_device)
+            if asked["evaluation"] and settings.raise_unsupported:
+                check_where_evaluated(trainer)  # raise now, not after the first epoch
+            backend = self.backend(trainer, asked["backend"])
+            if module.automatic_optimization:
+                agreement, run = processes.agreement, processes.run
+                training = GraphedTraining(trainer, module, backend, settings, agreement, run)
+            else:
+                training = ManualTraining(trainer, module, backend, settings)
+        except UnsupportedError as error:
+            refused = error
+        try:
+            processes.compare(asked, refused)
+            if isinstance(training, GraphedTraining) and processes.agreement is not None:
+                training.agree(processes.agreement)
+        except BaseException:
+            if training is not None:
+                training.close()
+            raise
+        if refused is not None:
+            raise refused
+        assert training is not None
+        self.training = training
+        return training
+
+    def leave_others(self) -> None:
+        """Go on without graphs and without votes."""
+        processes, self.processes = self.processes, None
+        if processes is not None:
+            processes.close()
+
+    def evaluate(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: str,
+        settings: Settings,
+        stage: Stage,
+    ) -> None:
+        """Begin an evaluation, in a `fit` or on its own.
+
+        Raises:
+            UnsupportedError: if it cannot have graphs.
+        """
+        if self.evaluation is None:
+            found = self.backend(trainer, backend)
+            self.evaluation = GraphedEvaluation(trainer, module, found, settings, stage)
+        if self.training is not None:
+            self.training.leave()
+        self.evaluation.start()
+
+    def close(self) -> None:
+        """Release everything, and undo all patches."""
+        training, self.training = self.training, None
+        evaluation, self.evaluation = self.evaluation, None
+        processes, self.processes = self.processes, None
+        self.not_evaluated = self._backend = None
+        wrapping, self._wrapping = self._wrapping, ExitStack()
+        with ExitStack() as stack:  # all of them, even if one fails; graphs before process groups
+            for each in (wrapping, processes, evaluation, training):
+                if each is not None:
+                    stack.callback(each.close)
