@@ -168,9 +168,8 @@ class CUDAGraphCallback(Callback):
         self._interrupted: RunSummary | None = None  # of a `fit` interrupted by a hook
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out objects bound to a trainer, so that copies and pickles always work."""
-        unbound = {"_runs": CapturedRuns(), "_padding": Padding(), "_summary": self.summary}
-        return {**self.__dict__, **unbound}
+        """Keep the summary of a run under way, whose objects are bound to a trainer and stay here."""
+        return {**self.__dict__, "_summary": self.summary}
 
     @property
     def summary(self) -> RunSummary:
@@ -387,7 +386,7 @@ class CUDAGraphCallback(Callback):
         if is_first and not in_fit:
             self._begin()
         try:
-            runs.evaluate(trainer, module, self.backend, self._settings(), stage)
+            runs.make_evaluation(trainer, module, self.backend, self._settings(), stage)
         except UnsupportedError as error:
             if self.on_unsupported == "raise":
                 raise
@@ -397,6 +396,7 @@ class CUDAGraphCallback(Callback):
                 self._summary = refused
             rank_zero_warn(f"{refused} {error.remedy}")
             return
+        runs.evaluate()
         if is_first:
             description = runs.backend(trainer, self.backend).description
             self._summary = replace(self._summary, backend=description)

@@ -28,6 +28,8 @@ from lightning_cudagraph import (
     Verification,
 )
 from lightning_cudagraph.compat.method_patches import MethodPatch
+from lightning_cudagraph.trainer.config.padding import Padding
+from lightning_cudagraph.trainer.runs import CapturedRuns
 from tests.harness import Apart, Net, differences, loader
 from tests.rows import Row, row
 
@@ -105,9 +107,11 @@ _DIFFER = {
     "_save_dir",
 }
 _OURS = (
+    CapturedRuns,
     CUDAGraphCallback,
     LayerTimings,
     LayerTimingsMonitor,
+    Padding,
     RunSummary,
     StageSummary,
     Verification,

@@ -95,9 +95,9 @@ class GraphedEvaluation:
         self._patches = ExitStack()
         self._eager_step: Callable[..., Any] | None = None
         gather = f"Log with `sync_dist=True`, or gather in `on_{stage}_epoch_end`"
-        alone = "an evaluation step", f"{gather}; or leave out `evaluation=True`."
+        apart = "an evaluation step", f"{gather}; or leave out `evaluation=True`."
         self._run = run = CapturedRun(
-            trainer, module, backend, settings, is_training=False, not_collective=alone
+            trainer, module, backend, settings, is_training=False, not_collective=apart
         )
         context = RunContext(
             backend,

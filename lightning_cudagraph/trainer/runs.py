@@ -36,6 +36,9 @@ class CapturedRuns:
         self._backend: Backend | None = None
         self._wrapping = ExitStack()
 
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a copy, or a pickle when loaded, has no runs
+
     def backend(self, trainer: pl.Trainer, name: str) -> Backend:
         """Return the backend of a run; there is one, so that all graphs share a memory pool."""
         if self._backend is None:
@@ -109,7 +112,7 @@ class CapturedRuns:
         if processes is not None:
             processes.close()
 
-    def evaluate(
+    def make_evaluation(
         self,
         trainer: pl.Trainer,
         module: pl.LightningModule,
@@ -117,7 +120,7 @@ class CapturedRuns:
         settings: Settings,
         stage: Stage,
     ) -> None:
-        """Begin an evaluation, in a `fit` or on its own.
+        """Make the captured evaluation, if there is none.
 
         Raises:
             UnsupportedError: if it cannot have graphs.
@@ -125,6 +128,10 @@ class CapturedRuns:
         if self.evaluation is None:
             found = self.backend(trainer, backend)
             self.evaluation = GraphedEvaluation(trainer, module, found, settings, stage)
+
+    def evaluate(self) -> None:
+        """Begin an evaluation, in a `fit` or on its own."""
+        assert self.evaluation is not None
         if self.training is not None:
             self.training.leave()
         self.evaluation.start()

@@ -22,6 +22,9 @@ class Padding:
         self._patches = ExitStack()
         self._stages = 0  # two in a `fit` that has called another method of the trainer
 
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a copy, or a pickle when loaded, pads nothing
+
     def begin(
         self, trainer: pl.Trainer, stage: str, buckets: Sequence[Buckets], evaluation: bool
     ) -> None:
