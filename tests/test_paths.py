@@ -438,3 +438,18 @@ def test_parts_of_a_number() -> None:
     with reads.noted():
         hash(index)
     assert refused == ["index"]
+
+
+class LogsBeside(Branching):
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        self.logger.log_metrics({"rows": 1.0}, step=batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_number_of_a_refused_step_in_a_logger(tmp_path: Path, accelerator: str) -> None:
+    """The logger has kept it, and reads it again when it saves, with the error under way."""
+    with pytest.raises(CaptureError, match="log_metrics") as caught:
+        train(
+            make(lambda: LogsBeside(alternates)), tmp_path, CUDAGraphCallback(), accelerator=accelerator
+        )
+    assert "log_metrics" in caught.value.location.source
