@@ -345,6 +345,48 @@ def test_a_path_without_a_graph(
     assert ("since a change" in line) == bool(change)
 
 
+class Appends(Net):
+    """Appends its loss to a list on a path."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda p: torch.optim.AdamW(p, lr=1e-2))
+        self.losses: list[float] = []
+
+    def length(self) -> int:
+        return 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        if batch_idx % 5 == 0:
+            self.losses.append(loss.item())
+        return loss * self.length()
+
+
+class AppendsAndReads(Appends):
+    def length(self) -> int:
+        return len(self.losses)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_list_that_one_path_appends_to(tmp_path: Path, accelerator: str, reads: bool) -> None:
+    """It matters to the graph of the other path if that reads it."""
+    plain, graph = (
+        train(
+            make(AppendsAndReads if reads else Appends),
+            tmp_path / name,
+            callback,
+            train_loader=loader(batches=BATCHES, ragged=False),
+            accelerator=accelerator,
+            max_epochs=2,
+        )
+        for name, callback in (("plain", None), ("graph", CUDAGraphCallback()))
+    )
+    assert_same(plain, graph)
+    counts = graph.counts
+    assert counts.replayed < 20 if reads else counts.replayed > 25
+    assert any("`losses[" in change for change in counts.recaptures) == reads
+
+
 class Counting(Net):
     """Gives a part of the index to a metric that is called after each replay."""
 
