@@ -482,6 +482,18 @@ def test_parts_of_a_number() -> None:
     assert refused == ["index"]
 
 
+def test_numbers_that_the_step_returns(tmp_path: Path, accelerator: str) -> None:
+    def use(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+        return {"loss": loss, "bi": batch_idx, "gs": net.global_step, "even": batch_idx % 2}
+
+    with pytest.raises(CaptureError) as caught:
+        both(tmp_path, accelerator, use, max_epochs=1)
+    for finding, name in zip(caught.value.findings, ("bi", "gs"), strict=True):
+        assert finding.remedy.startswith(
+            f"The step returns it under `{name}`: leave it out, and take it"
+        )
+
+
 class LogsBeside(Branching):
     def training_step(self, batch: Any, batch_idx: Any) -> Any:
         self.logger.log_metrics({"rows": 1.0}, step=batch_idx)

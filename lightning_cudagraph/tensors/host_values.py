@@ -271,6 +271,7 @@ class HostReads:
         why: its error.
         version: changes with what counts.
         is_noting: a capture is under way; a value that is kept beyond it is only a value.
+        returned: where in its output the step returns the value that is read; empty for other reads.
         has_lent_parts: the capture under way has got a part of a number, which C code may not take.
     """
 
@@ -279,6 +280,7 @@ class HostReads:
         self._lines: dict[str, Location | None] = {}
         self._of: dict[str, dict[str, HostRead]] = {}
         self.is_noting = False
+        self.returned = ""
         self.kinds: tuple[type, ...] = ()
         self.why = ""
         self.version = 0

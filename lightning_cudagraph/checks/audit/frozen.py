@@ -63,7 +63,9 @@ def moving_number(reads: HostReads, name: str, value: int, max_graphs: int) -> H
             return
         computed = "" if read.text == read.path else read.text
         where = user_location()
-        refuse(frozen_read(read.path, where, remedy_of_number(read.path, where), computed))
+        refuse(
+            frozen_read(read.path, where, remedy_of_number(read.path, where, reads.returned), computed)
+        )
 
     return reads.beside_batch(name, value, has_many, refuse_read)
 
