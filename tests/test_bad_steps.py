@@ -110,6 +110,17 @@ class Isolated(Net):
             return super().training_step(batch, batch_idx)["loss"]
 
 
+class StepsTheScheduler(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.lr_schedulers().step()  # BAD
+        return super().training_step(batch, batch_idx)["loss"]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return [optimizer], [{"scheduler": schedule, "frequency": 1000}]
+
+
 class Attribute(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
@@ -190,6 +201,7 @@ BAD: dict[type[Net], str] = {
     Isolated: "`isolate_rng`",
     AsksForAFile: "`os.stat`",
     AsksTheNetwork: "`socket.gethostname`",
+    StepsTheScheduler: "use of `LRScheduler.step`",
     Attribute: "`calls` of the `Attribute`",
     GrowingList: "`seen` of the `GrowingList`",
     Rebound: "`mean_loss` of the `Rebound`",

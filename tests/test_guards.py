@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
+from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.guards import (
     GuardedValues,
     Guards,
     OutsideModel,
     Unguarded,
 )
+from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.checks.guards.switches import global_switches
 from lightning_cudagraph.device.sentry.op_rewrites import HostMemory
 from lightning_cudagraph.tensors import layouts
@@ -255,6 +259,27 @@ def test_hooks_of_autograd_nodes() -> None:
     handle.remove()
     guards.suspect()
     assert "to none" in (guards.changed() or "")
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "remedy"),
+    [
+        (np.ones(2), np.zeros(2), "registered buffer"),
+        (b"a", b"b", "`batch_idx`"),
+        ("a", "b", "`batch_idx`"),
+    ],
+)
+def test_the_remedy_for_a_choice_and_for_an_array(was: Any, now: Any, remedy: str) -> None:
+    model = nn.Linear(2, 2)
+    model.odd = was
+    walk = Walk([Root(model, "", "the model", is_entered=True)], Scope(reads=frozenset({"odd"})))
+    if isinstance(was, np.ndarray):
+        was[:] = now
+    else:
+        model.odd = now
+    (moved,) = walk.changes()
+    change = Change.of(moved, [])
+    assert remedy in (change.remedy or remedy_of(kind_of(change)))
 
 
 def test_quick_values_are_put_into_words() -> None:

@@ -345,6 +345,48 @@ def test_a_path_without_a_graph(
     assert ("since a change" in line) == bool(change)
 
 
+class Appends(Net):
+    """Appends its loss to a list on a path."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda p: torch.optim.AdamW(p, lr=1e-2))
+        self.losses: list[float] = []
+
+    def length(self) -> int:
+        return 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        if batch_idx % 5 == 0:
+            self.losses.append(loss.item())
+        return loss * self.length()
+
+
+class AppendsAndReads(Appends):
+    def length(self) -> int:
+        return len(self.losses)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_list_that_one_path_appends_to(tmp_path: Path, accelerator: str, reads: bool) -> None:
+    """It matters to the graph of the other path if that reads it."""
+    plain, graph = (
+        train(
+            make(AppendsAndReads if reads else Appends),
+            tmp_path / name,
+            callback,
+            train_loader=loader(batches=BATCHES, ragged=False),
+            accelerator=accelerator,
+            max_epochs=2,
+        )
+        for name, callback in (("plain", None), ("graph", CUDAGraphCallback()))
+    )
+    assert_same(plain, graph)
+    counts = graph.counts
+    assert counts.replayed < 20 if reads else counts.replayed > 25
+    assert any("`losses[" in change for change in counts.recaptures) == reads
+
+
 class Counting(Net):
     """Gives a part of the index to a metric that is called after each replay."""
 
@@ -438,3 +480,30 @@ def test_parts_of_a_number() -> None:
     with reads.noted():
         hash(index)
     assert refused == ["index"]
+
+
+def test_numbers_that_the_step_returns(tmp_path: Path, accelerator: str) -> None:
+    def use(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+        return {"loss": loss, "bi": batch_idx, "gs": net.global_step, "even": batch_idx % 2}
+
+    with pytest.raises(CaptureError) as caught:
+        both(tmp_path, accelerator, use, max_epochs=1)
+    for finding, name in zip(caught.value.findings, ("bi", "gs"), strict=True):
+        assert finding.remedy.startswith(
+            f"The step returns it under `{name}`: leave it out, and take it"
+        )
+
+
+class LogsBeside(Branching):
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        self.logger.log_metrics({"rows": 1.0}, step=batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_number_of_a_refused_step_in_a_logger(tmp_path: Path, accelerator: str) -> None:
+    """The logger has kept it, and reads it again when it saves, with the error under way."""
+    with pytest.raises(CaptureError, match="log_metrics") as caught:
+        train(
+            make(lambda: LogsBeside(alternates)), tmp_path, CUDAGraphCallback(), accelerator=accelerator
+        )
+    assert "log_metrics" in caught.value.location.source

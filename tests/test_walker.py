@@ -377,6 +377,23 @@ def test_the_users_line_is_named_and_not_that_of_a_package() -> None:
     assert line_that_sets(change, [fill]) is not None  # where there is no other
 
 
+def test_the_line_that_counts_is_named_before_the_one_that_starts_anew() -> None:
+    holder = Holder(wait=1)
+
+    def step(is_better: bool) -> None:
+        if is_better:
+            holder.wait = 0
+        else:
+            holder.wait += 1
+
+    walk = Walk([Root(holder, "", "the holder")])
+    step(False)
+    (change,) = walk.changes()
+    where = line_that_sets(change, [step.__code__])
+    assert where is not None
+    assert where.source == "holder.wait += 1"
+
+
 def test_the_line_of_an_item_has_its_key() -> None:
     holder = Holder(history={"d": [], "g": {"n": 0}, "x": [], "y": []})
 

@@ -270,6 +270,8 @@ class HostReads:
         kinds: the types that count as read: a capture failed without the values themselves.
         why: its error.
         version: changes with what counts.
+        is_noting: a capture is under way; a value that is kept beyond it is only a value.
+        returned: where in its output the step returns the value that is read; empty for other reads.
         has_lent_parts: the capture under way has got a part of a number, which C code may not take.
     """
 
@@ -277,7 +279,8 @@ class HostReads:
         self._located = located
         self._lines: dict[str, Location | None] = {}
         self._of: dict[str, dict[str, HostRead]] = {}
-        self._is_noting = False
+        self.is_noting = False
+        self.returned = ""
         self.kinds: tuple[type, ...] = ()
         self.why = ""
         self.version = 0
@@ -341,11 +344,11 @@ class HostReads:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Context of a capture: reads count there. Others are those of hooks with a static batch."""
-        self._is_noting, self.has_lent_parts = True, False
+        self.is_noting, self.has_lent_parts = True, False
         try:
             yield
         finally:
-            self._is_noting = False
+            self.is_noting = False
 
     def noting(self, path: str, value: Any) -> HostValue:
         """A `HostValue` that notes a read here."""
@@ -399,7 +402,7 @@ class HostReads:
 
     def _note(self, read: HostRead) -> None:
         read = self._limited(read)
-        if self._is_noting and read.text not in self._lines:
+        if self.is_noting and read.text not in self._lines:
             self._lines[read.text] = self._located()
             self._of.setdefault(read.path, {})[read.text] = read
             self.version += 1

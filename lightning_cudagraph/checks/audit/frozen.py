@@ -50,7 +50,8 @@ _HOST_HOOK = (
 def moving_number(reads: HostReads, name: str, value: int, max_graphs: int) -> HostValue:
     """A number that is another in each step, for a capture: what is read of it may have a few values.
 
-    Each of them has a graph of its own. Any other read is refused.
+    Each of them has a graph of its own. Any other read is refused; one behind the capture is not, as of
+    a logger that has kept the number and saves it at the end.
     """
 
     def has_many(read: HostRead) -> bool:
@@ -58,9 +59,13 @@ def moving_number(reads: HostReads, name: str, value: int, max_graphs: int) -> H
         return len({read.of(number) for number in ahead}) > max(max_graphs, 2)
 
     def refuse_read(read: HostRead) -> None:
+        if not reads.is_noting and not is_gathering():
+            return
         computed = "" if read.text == read.path else read.text
         where = user_location()
-        refuse(frozen_read(read.path, where, remedy_of_number(read.path, where), computed))
+        refuse(
+            frozen_read(read.path, where, remedy_of_number(read.path, where, reads.returned), computed)
+        )
 
     return reads.beside_batch(name, value, has_many, refuse_read)
 

@@ -68,6 +68,8 @@ def first_line(
 ) -> Location | None:
     """The first line that sets a name, or else changes an item of it, or else mentions it.
 
+    Of those that set it, one that reads it first (`self.calls += 1`): it changes it in each step.
+
     Args:
         draws: it names a random generator, which is drawn from and not set.
         codes: user code that has run, in the order of its first runs.
@@ -79,7 +81,12 @@ def first_line(
         written = [(_keys_behind(name, code, line), (rank, code, line)) for rank, code, line in found]
         exact = [line for behind, line in written if any(_agree(keys, each) for each in behind)]
         found = exact or [line for behind, line in written if not any(behind)]
-    return location_in(*min(found, key=lambda line: line[0])[1:]) if found else None
+
+    def order(found: tuple[int, CodeType, int]) -> tuple[int, bool]:
+        rank, code, line = found
+        return rank, (name, line, False) not in _named(code)
+
+    return location_in(*min(found, key=order)[1:]) if found else None
 
 
 def is_set_elsewhere(change: Moved, codes: Iterable[CodeType], others: Iterable[CodeType]) -> bool:

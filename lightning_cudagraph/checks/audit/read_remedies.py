@@ -50,8 +50,17 @@ def remedy_of_read(where: Location | None) -> Remedy:
     return _CHOOSE if _branches(where) else _COMPUTE
 
 
-def remedy_of_number(name: str, where: Location | None) -> Remedy:
-    """The remedy for a read of a whole number that a step may compare, such as `batch_idx`."""
+def remedy_of_number(name: str, where: Location | None, returned: str = "") -> Remedy:
+    """The remedy for a read of a whole number that a step may compare, such as `batch_idx`.
+
+    Args:
+        returned: where the step returns it.
+    """
+    if returned:
+        text = (
+            f"The step returns it under `{returned}`: leave it out, and take it in `on_train_batch_end`."
+        )
+        return Remedy(text, "paths", may_be_allowed=False)
     if (found := _for_the_user(where)) is not None:
         return found
     text = _COMPUTE.text

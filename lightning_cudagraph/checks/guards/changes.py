@@ -35,5 +35,7 @@ class Change(str):
         """
         change = cls(moved.words)
         change.location = first_line(moved.attribute, True, codes)
-        change.remedy = CHOOSE if type(moved.now) in _CHOICES else ""
+        # Contents of a buffer are compared as bytes, without a label.
+        is_choice = type(moved.now) in _CHOICES and moved.label != ""
+        change.remedy = CHOOSE if is_choice else ""
         return change

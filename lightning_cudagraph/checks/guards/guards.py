@@ -131,7 +131,9 @@ class Guards:
         self._reads: list[tuple[str, Callable[[], Any], Any]] = []
         self.mentioned: list[MentionedNames] = []
         self.effects = Effects(
-            lambda mentioned: self._walk_of(mentioned, external.roots()),
+            lambda mentioned: self._walk_of(
+                mentioned, external.roots(), names=mentioned.of_users_objects()
+            ),
             unguarded.names,
             lambda holder: any(holder is module for module in model.modules()),
         )
@@ -193,11 +195,19 @@ class Guards:
             self._take_walk()
 
     def _walk_of(
-        self, mentioned: MentionedNames, outside: list[Root], ignored: Collection[tuple[str, str]] = ()
+        self,
+        mentioned: MentionedNames,
+        outside: list[Root],
+        ignored: Collection[tuple[str, str]] = (),
+        names: set[str] | None = None,
     ) -> Walk:
-        """A walk over the objects that the steps can reach: modules, globals, closures and others."""
-        users = self._named(mentioned.of_users_objects())
-        reads = self._readable(mentioned)
+        """A walk over the objects that the steps can reach: modules, globals, closures and others.
+
+        Args:
+            names: those that user code mentions; None for those of which it can have read the value.
+        """
+        users = self._named(mentioned.read_of_users_objects() if names is None else names)
+        reads = self._readable(mentioned, users)
 
         def modules(model: nn.Module, path: str, of: str) -> Iterator[Root]:
             yield from self._roots_of_modules(model, path, reads)
@@ -228,10 +238,12 @@ class Guards:
 
     def readable(self) -> Callable[[nn.Module], frozenset[str]]:
         """A function of a module: the names of its attributes that the captured steps can have read."""
-        return self._readable(self.all_mentioned())
+        mentioned = self.all_mentioned()
+        return self._readable(mentioned, self._named(mentioned.of_users_objects()))
 
-    def _readable(self, mentioned: MentionedNames) -> Callable[[nn.Module], frozenset[str]]:
-        users = self._named(mentioned.of_users_objects())
+    def _readable(
+        self, mentioned: MentionedNames, users: frozenset[str]
+    ) -> Callable[[nn.Module], frozenset[str]]:
         known = users | self._named(mentioned.names)
         # Framework code does not read attributes that only the user's class defines.
         return lambda module: users if _is_users_alone(type(module)) else known

@@ -107,6 +107,10 @@ _ASK_IF_LAST = Remedy(
     "paths",
     may_be_allowed=False,
 )
+_SCHEDULED = (
+    "LRScheduler.step",
+    "Call it in `on_train_batch_end`, or return it from `configure_optimizers`: Lightning calls it.",
+)
 # Objects that Lightning itself changes in every step.
 RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader)
 _EFFECTS: dict[CodeType, str] = {
@@ -141,6 +145,8 @@ def host_rules(
         for name in ("get_last_lr", "get_lr"):
             if isinstance(method := getattr(scheduler, name, None), FunctionType):
                 moving[method.__code__] = f"LRScheduler.{name}"
+    steps = [unwrap(scheduler.step) for scheduler in schedulers if hasattr(scheduler, "step")]
+    scheduled = {step.__code__: _SCHEDULED for step in steps if isinstance(step, FunctionType)}
     remedies = dict.fromkeys(("LRScheduler.get_last_lr", "LRScheduler.get_lr"), _LOG_THE_RATE)
     remedies["trainer.is_last_batch"] = _ASK_IF_LAST
     for loop in ("trainer.fit_loop", "trainer.fit_loop.epoch_loop"):
@@ -169,7 +175,7 @@ def host_rules(
         records,
         stays_on_host,
         harmless,
-        refused=_seeds(),
+        refused={**_seeds(), **scheduled},
         hands_out=lambda value: issubclass(type(value), _HANDS_OUT),
         stops=RUN_STATE,
         remedies=remedies,

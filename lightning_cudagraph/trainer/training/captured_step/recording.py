@@ -6,6 +6,7 @@ those that a replay would miss are refused.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.checks.audit.host_lines import line_that_returns_none
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.sentry.compiled import recompilation
 from lightning_cudagraph.device.sentry.first_refusal import going_on
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError, see
-from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
+from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, names_a_class, value_of
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
@@ -156,6 +158,10 @@ class Recorder:
         logged = self._logs.finished(parts.events[taken:], place, capturing, result.loss)
         # The result still refers to autograd's graph, and so to the memory of all activations.
         refuse_odd_outputs(result.extra, "the output of `training_step`")
+        for path, leaf in flatten_batch(result.extra):
+            if reads is not None and isinstance(leaf, HostValue):
+                with setting(reads, returned=re.sub(r"^batch\['(\w+)'\]", r"\1", path)):
+                    value_of(leaf)
         extra = map_leaves(result.extra, _detached)
         if marks is not None:
             self._untimed = never_timed(self._untimed, marks.untimed)
