@@ -219,11 +219,9 @@ def test_other_shapes_of_one_tensor_are_one_line() -> None:
     expected = "another batch signature: `batch['ids']` changed: expected (8, 31) int64"
     eager = {f"{expected}, found (8, {n}) int64": 2 for n in (39, 37)}
     lines = stage_lines("fit", StageSummary(replayed=3, eager={**eager, "a": 1}))
-    assert lines[1:3] == [
-        f"            4 eager: {expected}, found 2 other shapes. Pad to a few (`pad_to` of the callback)."
-        " See docs/recipes/buckets.md.",
-        "            1 eager: a",
-    ]
+    remedy = "Pad to a few (`pad_to` of the callback). See docs/recipes/buckets.md."
+    assert lines[1] == f"            4 eager: {expected}, found 2 other shapes. {remedy}"
+    assert lines[2] == "            1 eager: a"
 
 
 def test_what_has_ended_the_run_is_the_second_line() -> None:

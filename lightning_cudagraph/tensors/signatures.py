@@ -92,5 +92,6 @@ class Signatures:
         return (
             f"{_MANY} different {self._wording.signatures} and none came up more than"
             f" {self._warmup_steps} times: {difference}. Pad to one shape or a few"
-            " (`pad_to` of the callback; docs/recipes/buckets.md), and pass what the step reads as tensors"
+            " (`pad_to` of the callback; docs/recipes/buckets.md), and pass what the step reads as"
+            " tensors"
         )

@@ -35,6 +35,7 @@ from lightning_cudagraph.checks.audit.calls.known_calls import (
     WRITES_TO_FILES,
     is_import,
     name_of_file,
+    opens_to_read,
     system_module,
 )
 from lightning_cudagraph.checks.audit.calls.origins import Origin, Origins
@@ -270,7 +271,13 @@ class HostCalls:
             if (asker := self._origins.asker(frame)) is not None:
                 self._refuse_other(*self._rules.other_in_captures[function], asker)
         elif function in EFFECTS_IN_C:
-            if (asker := self._origins.asker(frame)) is not None:
+            if (asker := self._origins.asker(frame)) is None or self._allows(name):
+                return
+            if self._is_inside_allowed(frame):
+                return
+            if function is open and opens_to_read(frame):
+                self._refuse_read(name_of_file(None, "read"), asker)
+            else:
                 self._refuse_effect(EFFECTS_IN_C[function], asker, frame)
         elif name in WRITES_TO_FILES or name in READS_OF_FILES:
             is_file = issubclass(type(receiver), io.IOBase) and (
