@@ -389,6 +389,11 @@ class BreaksALoop(Reads):
             x = x / 2
 
 
+class Dropout(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        nn.functional.dropout(x, x.sum().sigmoid())  # BAD
+
+
 class ReboundBuffer(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         self.factor = self.factor * 0.9  # BAD
@@ -430,6 +435,7 @@ REMEDIES: dict[type[Net], str] = {
     DecidesOnAStep: "with one `GraphedStep` each.*docs/recipes/parts.md",
     BreaksSteps: "A replay takes all steps of the loop.*docs/recipes/nan_checks.md",
     BreaksALoop: "Loop as often as is needed at most.*docs/recipes/early_exit.md",
+    Dropout: "`x * (torch.rand_like(x) >= p) / (1 - p)`",
     ReboundBuffer: "another tensor into the buffer `factor` of the.*`self.factor.copy_(...)`",
     ReplacedStorage: "gives `factor` another storage.*`copy_`",
     ReboundParameter: "another tensor into the parameter `bias` of `head`.*`head.bias.copy_(...)`",

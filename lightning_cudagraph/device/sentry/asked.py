@@ -57,6 +57,12 @@ _READERS = (
         "Pass `validate_args=False` to the distribution: its checks read all arguments on the host."
         + see("distributions"),
     ),
+    _Reader(
+        "torch/nn/",
+        lambda function, file: (function, file) == ("dropout", "functional.py"),
+        "Draw the mask with the probability as a tensor: `x * (torch.rand_like(x) >= p) / (1 - p)`."
+        + see("changing_numbers"),
+    ),
     # With padded batches it reads nothing.
     _Reader("torch/nn/modules/", lambda function, file: file == "rnn.py", PACKED[1]),
     _Reader(
