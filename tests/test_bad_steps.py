@@ -394,6 +394,18 @@ class Dropout(Reads):
         nn.functional.dropout(x, x.sum().sigmoid())  # BAD
 
 
+class LengthOfEach(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        [x[i, : int(n)].sum() for i, n in enumerate(y)]  # BAD
+
+
+class MaskAsked(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        mask = x > 0
+        if not mask.all():  # BAD
+            x = x * mask
+
+
 class ReboundBuffer(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         self.factor = self.factor * 0.9  # BAD
@@ -436,6 +448,8 @@ REMEDIES: dict[type[Net], str] = {
     BreaksSteps: "A replay takes all steps of the loop.*docs/recipes/nan_checks.md",
     BreaksALoop: "Loop as often as is needed at most.*docs/recipes/early_exit.md",
     Dropout: "`x * (torch.rand_like(x) >= p) / (1 - p)`",
+    LengthOfEach: MASK,
+    MaskAsked: "Always pass the mask.*docs/recipes/attention_masks.md",
     ReboundBuffer: "another tensor into the buffer `factor` of the.*`self.factor.copy_(...)`",
     ReplacedStorage: "gives `factor` another storage.*`copy_`",
     ReboundParameter: "another tensor into the parameter `bias` of `head`.*`head.bias.copy_(...)`",

@@ -212,6 +212,7 @@ _USES = (
             _is_slice(call, "stop")
             or call.name in _MAKES_SIZES
             or (call.name in _READS_ONE and _is_sliced_with(where, "stop"))
+            or (call.name == "__int__" and re.search(r"\[[^\[\]]*:\s*int\(", where.source) is not None)
         ),
         "Keep the full length, and leave the rest out by a mask,"
         " `torch.arange(len(x), device=x.device) < length`." + see("indices_and_lengths"),
@@ -253,6 +254,13 @@ _USES = (
         ),
         "Loop as often as is needed at most, and keep what has ended, `x = torch.where(ended, x, new)`."
         + see("early_exit"),
+    ),
+    _Use(
+        "",
+        lambda call, where: (
+            call.name == "__bool__" and re.search(r"mask\w*\.(all|any)\(", where.source) is not None
+        ),
+        "Always pass the mask; or leave it out if no batch has padding." + see("attention_masks"),
     ),
     _Use(
         "",
