@@ -106,7 +106,20 @@ def together(findings: Iterable[Finding]) -> list[Finding]:
         texts = (_NAMED.sub("", text) for text in (finding.what, finding.remedy))
         line = finding.location and (finding.location.path, finding.location.line)
         groups.setdefault((*texts, line, finding.in_optimizer), []).append(finding)
-    return [_in_one(group) for group in groups.values()]
+    return _without_reads_of_prints([_in_one(group) for group in groups.values()])
+
+
+def _without_reads_of_prints(findings: list[Finding]) -> list[Finding]:
+    """Of the findings on a line that prints, that of the print alone, at the place of the first."""
+
+    def line(finding: Finding) -> Hashable:
+        at = finding.location
+        prints = at is not None and re.match(r"(self\.)?print\(", at.source)
+        return (at.path, at.line) if at is not None and prints else None
+
+    of_line = {line(each): each for each in findings if re.search(r"use of `(self\.)?print`", each.what)}
+    of_line.pop(None, None)
+    return [*dict.fromkeys(of_line.get(line(finding), finding) for finding in findings)]
 
 
 def _in_one(group: list[Finding]) -> Finding:
@@ -200,6 +213,7 @@ class UnsupportedError(CUDAGraphError):
         new = [finding for finding in found if finding.key not in known]
         first, *others = together([*self.findings, *new])
         self.what, self.remedy, self._others = first.what, first.remedy, tuple(others)
+        self.location, self.in_optimizer = first.location, first.in_optimizer
 
 
 class CaptureError(UnsupportedError):

@@ -383,6 +383,41 @@ class DecidesOnAStep(Reads):
         return torch.optim.AdamW(self.parameters())
 
 
+class BreaksSteps(DecidesOnAStep):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for _ in range(2):
+            loss = Net.training_step(self, batch, batch_idx)["loss"]
+            self.manual_backward(loss)
+            self.optimizers().step()
+            if loss > 100:  # BAD
+                break
+
+
+class BreaksALoop(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        for _ in range(2):
+            if x.sum() > 100:  # BAD
+                break
+            x = x / 2
+
+
+class Dropout(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        nn.functional.dropout(x, x.sum().sigmoid())  # BAD
+
+
+class LengthOfEach(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        [x[i, : int(n)].sum() for i, n in enumerate(y)]  # BAD
+
+
+class MaskAsked(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        mask = x > 0
+        if not mask.all():  # BAD
+            x = x * mask
+
+
 class ReboundBuffer(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         self.factor = self.factor * 0.9  # BAD
@@ -422,6 +457,11 @@ REMEDIES: dict[type[Net], str] = {
     Kept: "Return the tensor from the step.*`on_train_batch_end`",
     Counted: "Count with a fixed size: `F.one_hot",
     DecidesOnAStep: "with one `GraphedStep` each.*docs/recipes/parts.md",
+    BreaksSteps: "A replay takes all steps of the loop.*docs/recipes/nan_checks.md",
+    BreaksALoop: "Loop as often as is needed at most.*docs/recipes/early_exit.md",
+    Dropout: "`x * (torch.rand_like(x) >= p) / (1 - p)`",
+    LengthOfEach: MASK,
+    MaskAsked: "Always pass the mask.*docs/recipes/attention_masks.md",
     ReboundBuffer: "another tensor into the buffer `factor` of the.*`self.factor.copy_(...)`",
     ReplacedStorage: "gives `factor` another storage.*`copy_`",
     ReboundParameter: "another tensor into the parameter `bias` of `head`.*`head.bias.copy_(...)`",

@@ -138,6 +138,8 @@ def test_all_that_is_planted_is_found_in_one_run(accelerator: str) -> None:
     planted = _planted()
     assert len(planted) == 16
     assert {planted[line] for line in planted if line not in lines} == set()
+    at = [planted.get(finding.location.line) for finding in report.findings if finding.location]
+    assert at.count("print") == 1  # and not what it reads
     assert {line for line in lines if line not in planted} == set()
     for finding in report.findings:
         assert finding.location is not None, finding

@@ -389,7 +389,7 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (Submodule, "the module `act` changed from a `Tanh`"),
     (ForwardHook, "`_forward_hooks` of `act` changed from none"),
     (TensorHook, "`_backward_hooks` of parameter `head.weight` changed from none"),
-    (StateCleared, "the address of `momentum_buffer` of parameter 0"),
+    (StateCleared, "the optimizer's state was cleared or made anew"),
     (StateRebound, "the address of `momentum_buffer` of parameter 0"),
     (StateMoved, "the address of `momentum_buffer` of parameter 0"),
     (CountersMoved, "the address of `step` of parameter 0"),

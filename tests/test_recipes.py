@@ -35,7 +35,6 @@ MAX_LINES = 60
 # What these show is refused for what the code does, which has a page of its own.
 BY_ANOTHER = {
     "accumulation": "paths",
-    "attention_masks": "item_and_print",
     "early_exit": "item_and_print",
 }
 

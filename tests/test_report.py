@@ -215,6 +215,15 @@ def test_reasons_are_below_their_stage() -> None:
     ]
 
 
+def test_other_shapes_of_one_tensor_are_one_line() -> None:
+    expected = "another batch signature: `batch['ids']` changed: expected (8, 31) int64"
+    eager = {f"{expected}, found (8, {n}) int64": 2 for n in (39, 37)}
+    lines = stage_lines("fit", StageSummary(replayed=3, eager={**eager, "a": 1}))
+    remedy = "Pad to a few (`pad_to` of the callback). See docs/recipes/buckets.md."
+    assert lines[1] == f"            4 eager: {expected}, found 2 other shapes. {remedy}"
+    assert lines[2] == "            1 eager: a"
+
+
 def test_what_has_ended_the_run_is_the_second_line() -> None:
     ended = "KeyboardInterrupt after step 9"
     line = f"  ended     by {ended}; times of the last steps are missing"

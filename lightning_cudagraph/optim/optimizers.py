@@ -318,7 +318,8 @@ class PreparedOptimizer(EagerOptimizer):
     def addresses(self) -> dict[str, Any]:
         found = super().addresses()
         for name, tensor in self._state_tensors().items():
-            found[f"the address of {name}"] = address_of(tensor)
+            of = f"{name} (the optimizer's state was cleared or made anew)"
+            found[f"the address of {of}"] = address_of(tensor)
         found["the number of hooks around the step of the optimizer"] = step_hooks(self.optimizer)
         return found
 

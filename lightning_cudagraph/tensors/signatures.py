@@ -91,6 +91,7 @@ class Signatures:
         difference = self._wording.of(next(iter(self._before)).difference(signature))
         return (
             f"{_MANY} different {self._wording.signatures} and none came up more than"
-            f" {self._warmup_steps} times: {difference}. Pad to one shape, and pass what the step reads"
-            " as tensors"
+            f" {self._warmup_steps} times: {difference}. Pad to one shape or a few"
+            " (`pad_to` of the callback; docs/recipes/buckets.md), and pass what the step reads as"
+            " tensors"
         )

@@ -49,6 +49,14 @@ def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
     return next((line for line in lines if line is not None), None)
 
 
+def lines_that_draw(change: Moved, codes: Iterable[CodeType]) -> Iterator[Location]:
+    """All lines that name a random generator."""
+    for code in _own([*codes]):
+        for name, line in _names(code):
+            if name in _names_of(change)[:2]:
+                yield location_in(code, line)
+
+
 def _keys_in(change: Moved) -> tuple[str, ...]:
     """The texts among the indices behind the last name in the path: `history['g']` has one."""
     return tuple(re.findall(r"\['(.*?)'\]", change.path.rpartition(".")[2]))

@@ -72,14 +72,17 @@ def remedy_of_number(name: str, where: Location | None, returned: str = "") -> R
     return Remedy(text, "paths", may_be_allowed=False)
 
 
+def is_logged(where: Location | None) -> bool:
+    """True for a line that logs: a logged number that changes is refused, whatever is allowed."""
+    return where is not None and _LOGS.search(where.source) is not None
+
+
 def _branches(where: Location | None) -> bool:
     return where is not None and _BRANCHES.search(where.source) is not None
 
 
 def _for_the_user(where: Location | None) -> Remedy | None:
     """The remedy if the line only logs or prints."""
-    if where is None:
-        return None
-    if _LOGS.search(where.source):
+    if is_logged(where):
         return _LOG
-    return _PRINT if _PRINTS.search(where.source) else None
+    return _PRINT if where is not None and _PRINTS.search(where.source) else None

@@ -57,6 +57,12 @@ _READERS = (
         "Pass `validate_args=False` to the distribution: its checks read all arguments on the host."
         + see("distributions"),
     ),
+    _Reader(
+        "torch/nn/",
+        lambda function, file: (function, file) == ("dropout", "functional.py"),
+        "Draw the mask with the probability as a tensor: `x * (torch.rand_like(x) >= p) / (1 - p)`."
+        + see("changing_numbers"),
+    ),
     # With padded batches it reads nothing.
     _Reader("torch/nn/modules/", lambda function, file: file == "rnn.py", PACKED[1]),
     _Reader(
@@ -152,6 +158,20 @@ def _block(where: Location) -> str:
     return where.source + "\n" + (block[0] if block else "")
 
 
+def _breaks(where: Location) -> bool:
+    return re.search(r"\bbreak\b", _block(where)) is not None
+
+
+def _ends_a_loop_of_steps(where: Location) -> bool:
+    """True for a branch that breaks a loop with steps of optimizers before it."""
+    *above, line = linecache.getlines(where.path)[: where.line] or [""]
+    indent = len(line) - len(line.lstrip())
+    heads = [
+        n for n, text in enumerate(above) if re.match(rf" {{0,{max(indent - 1, 0)}}}(for|while) ", text)
+    ]
+    return _breaks(where) and bool(heads) and ".step(" in "".join(above[heads[-1] :])
+
+
 def _keeps_best(where: Location) -> bool:
     """True for a branch, or a `min` or `max`, that leads to another value of an attribute."""
     if re.match(r"self\.\w+ = (min|max)\(", where.source):
@@ -192,6 +212,7 @@ _USES = (
             _is_slice(call, "stop")
             or call.name in _MAKES_SIZES
             or (call.name in _READS_ONE and _is_sliced_with(where, "stop"))
+            or (call.name == "__int__" and re.search(r"\[[^\[\]]*:\s*int\(", where.source) is not None)
         ),
         "Keep the full length, and leave the rest out by a mask,"
         " `torch.arange(len(x), device=x.device) < length`." + see("indices_and_lengths"),
@@ -221,9 +242,25 @@ _USES = (
     ),
     _Use(
         "",
-        lambda call, where: where.source.startswith("while "),
+        lambda call, where: call.name == "__bool__" and _ends_a_loop_of_steps(where),
+        "A replay takes all steps of the loop. Return the tensor, and compare it between batches, in"
+        " `on_train_batch_end`; or keep the outcome in the `found_inf` of a fused Adam or AdamW, which"
+        " skips the updates that follow." + see("nan_checks"),
+    ),
+    _Use(
+        "",
+        lambda call, where: (
+            where.source.startswith("while ") or (call.name == "__bool__" and _breaks(where))
+        ),
         "Loop as often as is needed at most, and keep what has ended, `x = torch.where(ended, x, new)`."
         + see("early_exit"),
+    ),
+    _Use(
+        "",
+        lambda call, where: (
+            call.name == "__bool__" and re.search(r"mask\w*\.(all|any)\(", where.source) is not None
+        ),
+        "Always pass the mask; or leave it out if no batch has padding." + see("attention_masks"),
     ),
     _Use(
         "",

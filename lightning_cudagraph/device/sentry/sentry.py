@@ -438,6 +438,8 @@ class HostReads(OwnFunctionMode):
         if (read := self._read_by(func, args, kwargs)) is not None:
             where = user_location()
             what, remedy = of_host_read(where, read) if func is Tensor.__array__ else read
+            if func is Tensor.__repr__:
+                what, remedy = of_use(Call(func, args, kwargs), where, read)
             forbid(what, of_library(where, remedy), where)
             with one_finding():  # the ops that it consists of
                 return func(*args, **kwargs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
+from lightning_cudagraph.errors import see
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.tables import layers_of, timed_steps
 from lightning_cudagraph.timing.output.texts import shortened, table
@@ -58,7 +60,7 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
         captured += f", released for others {stage.evictions} time(s)"
     became = f"{stage.warmed_up} warmed up, {stage.replayed} replayed, {stage.eager_steps} eager"
     lines = [f"  {label:<10}{became}; {captured}"]
-    by_number = sorted(stage.eager.items(), key=lambda item: -item[1])
+    by_number = sorted(_one_of_each_shape(stage.eager).items(), key=lambda item: -item[1])
     more = [f"{n} eager: {reason}" for reason, n in by_number]
     if not stage.captures and stage.warmed_up:
         why = stage.not_captured or "the run ended, or went on eagerly, before a capture"
@@ -81,6 +83,21 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
             step += f", {stage.plain_ms:.2f} ms plain ({stage.plain_steps} steps before the capture)"
         lines.append(f"  step      {step}")
     return lines
+
+
+def _one_of_each_shape(eager: Mapping[str, int]) -> dict[str, int]:
+    """The reasons of eager steps, those that differ only in the shape of one tensor together."""
+    found: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for reason, steps in eager.items():
+        expected, is_shape, _ = reason.partition(", found (")
+        found[expected if is_shape else reason][reason] = steps
+    return {
+        next(iter(reasons))
+        if len(reasons) == 1
+        else f"{expected}, found {len(reasons)} other shapes. Pad to a few (`pad_to` of the callback)."
+        + see("buckets"): sum(reasons.values())
+        for expected, reasons in found.items()
+    }
 
 
 def ended_lines(ended: str) -> list[str]:

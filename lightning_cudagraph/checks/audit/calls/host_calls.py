@@ -35,6 +35,7 @@ from lightning_cudagraph.checks.audit.calls.known_calls import (
     WRITES_TO_FILES,
     is_import,
     name_of_file,
+    opens_to_read,
     system_module,
 )
 from lightning_cudagraph.checks.audit.calls.origins import Origin, Origins
@@ -51,6 +52,7 @@ from lightning_cudagraph.checks.audit.host_lines import (
     NUMPYS_OWN,
     first_line,
     line_that_sets,
+    lines_that_draw,
     stores,
 )
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
@@ -146,6 +148,14 @@ class HostCalls:
     def where(self, change: Moved) -> Location | None:
         """The user's line that made a change: from the call, or else found in the code that ran."""
         return self._touched.get(id(change.holder)) or line_that_sets(change, self.mentioned.users_code)
+
+    def other_draws(self, change: Moved, where: Location | None) -> tuple[int, ...]:
+        """The other lines of the same file that name a random generator which has been drawn from."""
+        named = change.holder is NUMPYS_OWN or change.attribute != "random"
+        if not change.draws or where is None or not named:
+            return ()
+        found = lines_that_draw(change, self.mentioned.users_code)
+        return tuple(sorted({at.line for at in found if at.path == where.path} - {where.line}))
 
     def line_of(self, name: str) -> Location | None:
         """The first line of user code that sets an attribute of this name."""
@@ -270,7 +280,13 @@ class HostCalls:
             if (asker := self._origins.asker(frame)) is not None:
                 self._refuse_other(*self._rules.other_in_captures[function], asker)
         elif function in EFFECTS_IN_C:
-            if (asker := self._origins.asker(frame)) is not None:
+            if (asker := self._origins.asker(frame)) is None or self._allows(name):
+                return
+            if self._is_inside_allowed(frame):
+                return
+            if function is open and opens_to_read(frame):
+                self._refuse_read(name_of_file(None, "read"), asker)
+            else:
                 self._refuse_effect(EFFECTS_IN_C[function], asker, frame)
         elif name in WRITES_TO_FILES or name in READS_OF_FILES:
             is_file = issubclass(type(receiver), io.IOBase) and (

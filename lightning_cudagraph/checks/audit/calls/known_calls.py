@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -74,6 +76,16 @@ def is_import(frame: FrameType | None, asker: FrameType) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def opens_to_read(frame: FrameType) -> bool:
+    """True for a line that calls `open` with a mode to read, or without one."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    if (named := re.search(r"""\bopen\(.*[,=]\s*["']([rwaxbt+]+)["']""", line)) is not None:
+        return not set(named[1]) & set("wax+")
+    if re.search(r"\bopen\([^,]*,\s*mode\b", line) is not None:
+        return str(frame.f_locals.get("mode")).strip("bt") == "r"
+    return re.search(r"\bopen\([^,]*(\)|,\s*encoding\b)", line) is not None
 
 
 def name_of_file(file: Any, method: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from lightning_cudagraph.checks.audit.read_remedies import Remedy
+from lightning_cudagraph.checks.audit.read_remedies import Remedy, is_logged
 from lightning_cudagraph.errors import CaptureError, Location, see
 
 
@@ -59,9 +59,10 @@ def allowance(name: str) -> str:
 def frozen_read(name: str, where: Location | None, remedy: Remedy, computed: str = "") -> CaptureError:
     """The error for a read of a value that would be frozen, or of a number computed from it."""
     what = f"`{computed}`, computed from `{name}`" if computed else f"`{name}`"
+    may_be_allowed = remedy.may_be_allowed and not is_logged(where)
     return CaptureError(
         f"A CUDA graph cannot hold a read of {what}, which would stay what it is in this step.",
-        remedy.text + allowance(short_name(name)) * remedy.may_be_allowed + see(remedy.recipe),
+        remedy.text + allowance(short_name(name)) * may_be_allowed + see(remedy.recipe),
         location=where,
     )
 
