@@ -81,7 +81,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "guards, of a plain loop": Control(_NO_GUARDS, Case("attribute", "between two calls", "step")),
     "audit": Control(
-        {"lightning_cudagraph.trainer.training.captured_step.recording.frozen_python_audit": _no_audit},
+        {"lightning_cudagraph.trainer.common.captured_run.frozen_python_audit": _no_audit},
         Case("counter: attribute", setting=UNCHECKED),
     ),
     "walk": Control(_NO_WALK, Case("deque", _NEW, setting=UNCHECKED)),

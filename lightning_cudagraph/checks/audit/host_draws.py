@@ -8,6 +8,7 @@ from inspect import unwrap
 from io import IOBase
 from types import CodeType, WrapperDescriptorType
 from typing import Any, NoReturn
+from weakref import ProxyTypes
 
 import numpy as np
 import torch
@@ -108,7 +109,8 @@ def _is_iterator_type(kind: Any) -> bool:
     # Not by `getattr`, which makes a mock answer.
     found = (namespace_of(base).get("__next__") for base in lineage(kind))
     of_c = type(next(filter(None, found), None)) is WrapperDescriptorType
-    return of_c and not issubclass(kind, IOBase)
+    # A weak proxy has all methods, and answers for another object.
+    return of_c and not issubclass(kind, (IOBase, *ProxyTypes))
 
 
 def is_iterator(value: Any) -> bool:

@@ -37,7 +37,6 @@ _State = dict[str, Any]
 # After so many changes that checks found to have no effect, a part is not compared any more.
 _CHECKS_TO_CLEAR = 3
 _MAX_NAMED = 3  # in a note
-_MAX_SHOWN = 120  # characters of a value
 
 
 @dataclass(frozen=True)
@@ -365,14 +364,10 @@ def _first_difference(before: _State, now: _State) -> str | None:
     for name in {**before, **now}:
         was, is_now = before.get(name), now.get(name)
         if was != is_now:
-            return f"{name} changed from {_shown(was)} to {_shown(is_now)}"
+            if isinstance(was, list) and isinstance(is_now, list):  # of hooks: those that differ
+                was, is_now = [v for v in was if v not in is_now], [v for v in is_now if v not in was]
+            return f"{name} changed from {was} to {is_now}"
     return None
-
-
-def _shown(value: Any) -> str:
-    """A value in words; of a long list of hooks, the end, where new ones are."""
-    text = str(value)
-    return text if len(text) <= _MAX_SHOWN else f"... {text[-_MAX_SHOWN:]}"
 
 
 def _name_of(namespace: Mapping[str, Any]) -> str:
