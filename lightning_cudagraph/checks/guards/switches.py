@@ -15,6 +15,7 @@ _VALUES = (
     "torch.backends.cuda.matmul.fp32_precision",
     "torch.backends.cudnn.conv.fp32_precision",
     "torch.backends.cudnn.rnn.fp32_precision",
+    "torch.backends.mkldnn.enabled",
     "torch.backends.mkldnn.matmul.fp32_precision",
     "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
     "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
