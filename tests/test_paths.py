@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -345,46 +347,39 @@ def test_a_path_without_a_graph(
     assert ("since a change" in line) == bool(change)
 
 
+@dataclass
+class Losses:
+    kept: list[float] = field(default_factory=list)
+
+
 class Appends(Net):
-    """Appends its loss to a list on a path."""
+    """Appends its loss to a list on a path; the other paths read it through a library, without its name."""
 
     def __init__(self) -> None:
         super().__init__(lambda p: torch.optim.AdamW(p, lr=1e-2))
-        self.losses: list[float] = []
-
-    def length(self) -> int:
-        return 2
+        self.losses = Losses()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
         if batch_idx % 5 == 0:
-            self.losses.append(loss.item())
-        return loss * self.length()
+            self.losses.kept.append(loss.item())
+        return loss * 2 if len(dataclasses.astuple(self.losses)[0]) > 5 else loss
 
 
-class AppendsAndReads(Appends):
-    def length(self) -> int:
-        return len(self.losses)
-
-
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_list_that_one_path_appends_to(tmp_path: Path, accelerator: str, reads: bool) -> None:
-    """It matters to the graph of the other path if that reads it."""
+def test_a_list_that_one_path_appends_to(tmp_path: Path, accelerator: str) -> None:
     plain, graph = (
         train(
-            make(AppendsAndReads if reads else Appends),
+            make(Appends),
             tmp_path / name,
             callback,
             train_loader=loader(batches=BATCHES, ragged=False),
             accelerator=accelerator,
-            max_epochs=2,
+            max_epochs=4,
         )
         for name, callback in (("plain", None), ("graph", CUDAGraphCallback()))
     )
     assert_same(plain, graph)
-    counts = graph.counts
-    assert counts.replayed < 20 if reads else counts.replayed > 25
-    assert any("`losses[" in change for change in counts.recaptures) == reads
+    assert any("`losses.kept[" in change for change in graph.counts.recaptures)
 
 
 class Counting(Net):

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import builtins
-import dis
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import pairwise
 from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from lightning_cudagraph.device.sentry.sentry import is_user_code
 
-# Methods of containers that return nothing of what was in them. No tensor has them.
-_APPENDS = frozenset({"append", "appendleft", "extend"})
 # Functions that find an attribute by a string.
 _BY_TEXT = frozenset({"getattr", "hasattr", "attrgetter", "getattr_static", "vars", "__dict__"})
 # Names by which code comes to the namespace of its own module.
@@ -114,20 +109,12 @@ class MentionedNames:
             self.finds_by_text.add(code.co_filename)
 
     def of_users_objects(self) -> set[str]:
-        """The names under which user code can have read or changed an attribute.
+        """The names under which user code can have read an attribute.
 
         String constants count in files that find attributes by string (`getattr(self, "scale")`);
         elsewhere they are labels, such as names of logged values.
         """
         return self.users.union(*(self.texts[file] for file in self.finds_by_text))
-
-    def read_of_users_objects(self) -> set[str]:
-        """Those under which it can have read one: it only appends to the others."""
-        names = self.of_users_objects()
-        if self.finds_by_text or any(code.co_name in _APPENDS for code in self.users_code):
-            return names
-        read = set().union(*map(_read_names, self.users_code))
-        return {name for name in names if name in read or name not in self.users}
 
     def all_texts(self) -> set[str]:
         """The string constants of user code that can name an attribute."""
@@ -146,24 +133,6 @@ class MentionedNames:
                 if id(cell) not in seen and len(seen) < _MAX_CELLS:
                     seen.add(id(cell))
                     yield cell, name, code.co_name
-
-
-@lru_cache(maxsize=4096)
-def _read_names(code: CodeType) -> frozenset[str]:
-    """The names in code, without attributes that are only found in `x.name.append(...)`."""
-    parts = [*dis.get_instructions(code)]
-    lines = {at: line for start, end, line in code.co_lines() for at in range(start, end)}
-    dropping = {lines.get(part.offset) for part in parts if part.opname == "POP_TOP"}
-    appended = [
-        part.offset
-        for part, then in pairwise(parts)
-        if part.opname == "LOAD_ATTR"
-        and then.opname in ("LOAD_ATTR", "LOAD_METHOD")
-        and then.argval in _APPENDS
-        and lines.get(part.offset) in dropping
-    ]
-    found = (part.argval for part in parts if part.offset not in appended)
-    return frozenset(name for name in found if isinstance(name, str) and name in code.co_names)
 
 
 def _readable(namespace: dict[str, Any]) -> list[str]:

@@ -58,7 +58,8 @@ def remedy_of_number(name: str, where: Location | None, returned: str = "") -> R
     """
     if returned:
         text = (
-            f"The step returns it under `{returned}`: leave it out, and take it in `on_train_batch_end`."
+            f"The step returns it under `{returned}`: leave it out, and take it in `on_train_batch_end`"
+            " (`global_step` in `on_train_batch_start`: it is one more at the end)."
         )
         return Remedy(text, "paths", may_be_allowed=False)
     if (found := _for_the_user(where)) is not None:

@@ -130,9 +130,7 @@ class Guards:
         self._reads: list[tuple[str, Callable[[], Any], Any]] = []
         self.mentioned: list[MentionedNames] = []
         self.effects = Effects(
-            lambda mentioned: self._walk_of(
-                mentioned, external.roots(), names=mentioned.of_users_objects()
-            ),
+            lambda mentioned: self._walk_of(mentioned, external.roots()),
             unguarded.names,
             lambda holder: any(holder is module for module in model.modules()),
         )
@@ -194,19 +192,11 @@ class Guards:
             self._take_walk()
 
     def _walk_of(
-        self,
-        mentioned: MentionedNames,
-        outside: list[Root],
-        ignored: Collection[tuple[str, str]] = (),
-        names: set[str] | None = None,
+        self, mentioned: MentionedNames, outside: list[Root], ignored: Collection[tuple[str, str]] = ()
     ) -> Walk:
-        """A walk over the objects that the steps can reach: modules, globals, closures and others.
-
-        Args:
-            names: those that user code mentions; None for those of which it can have read the value.
-        """
-        users = self._named(mentioned.read_of_users_objects() if names is None else names)
-        reads = self._readable(mentioned, users)
+        """A walk over the objects that the steps can reach: modules, globals, closures and others."""
+        users = self._named(mentioned.of_users_objects())
+        reads = self._readable(mentioned)
 
         def modules(model: nn.Module, path: str, of: str) -> Iterator[Root]:
             yield from self._roots_of_modules(model, path, reads)
@@ -237,12 +227,10 @@ class Guards:
 
     def readable(self) -> Callable[[nn.Module], frozenset[str]]:
         """A function of a module: the names of its attributes that the captured steps can have read."""
-        mentioned = self.all_mentioned()
-        return self._readable(mentioned, self._named(mentioned.of_users_objects()))
+        return self._readable(self.all_mentioned())
 
-    def _readable(
-        self, mentioned: MentionedNames, users: frozenset[str]
-    ) -> Callable[[nn.Module], frozenset[str]]:
+    def _readable(self, mentioned: MentionedNames) -> Callable[[nn.Module], frozenset[str]]:
+        users = self._named(mentioned.of_users_objects())
         known = users | self._named(mentioned.names)
         # Framework code does not read attributes that only the user's class defines.
         return lambda module: users if _is_users_alone(type(module)) else known
@@ -364,8 +352,6 @@ def _first_difference(before: _State, now: _State) -> str | None:
     for name in {**before, **now}:
         was, is_now = before.get(name), now.get(name)
         if was != is_now:
-            if isinstance(was, list) and isinstance(is_now, list):  # of hooks: those that differ
-                was, is_now = [v for v in was if v not in is_now], [v for v in is_now if v not in was]
             return f"{name} changed from {was} to {is_now}"
     return None
 

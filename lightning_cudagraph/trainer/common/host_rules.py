@@ -109,7 +109,7 @@ _ASK_IF_LAST = Remedy(
 )
 _SCHEDULED = (
     "LRScheduler.step",
-    "Call it in `on_train_batch_end`, or return it from `configure_optimizers`: Lightning calls it.",
+    "Call it in `on_train_batch_start`, or return it from `configure_optimizers`: Lightning calls it.",
 )
 # Objects that Lightning itself changes in every step.
 RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader)
