@@ -353,7 +353,7 @@ class Losses:
 
 
 class Appends(Net):
-    """Appends its loss to a list on a path; the other paths read it through a library, without its name."""
+    """Appends its loss to a list on a path; the others read it through a library, not by name."""
 
     def __init__(self) -> None:
         super().__init__(lambda p: torch.optim.AdamW(p, lr=1e-2))

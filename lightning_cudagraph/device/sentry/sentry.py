@@ -77,8 +77,8 @@ _HOST_VALUE = (
 )
 _MASK = (
     "indexing with a boolean mask (`x[mask]`)",
-    "Use a form with a fixed size, such as `torch.where(mask, x, 0)` or `x * mask` before a sum, and -inf"
-    " in place of 0 before a softmax, `logsumexp` or `max`." + see("masks"),
+    "Use a form with a fixed size, such as `torch.where(mask, x, 0)` or `x * mask` before a sum, and"
+    " -inf in place of 0 before a softmax, `logsumexp` or `max`." + see("masks"),
 )
 _DYNAMIC_SIZE = (
     "an op whose result has a size that depends on values",
