@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback
+from lightning_cudagraph.checks.audit.frozen import moving_number
 from lightning_cudagraph.tensors.host_values import HostReads
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.test_fp16 import run as fp16
@@ -502,3 +503,12 @@ def test_the_number_of_a_refused_step_in_a_logger(tmp_path: Path, accelerator: s
             make(lambda: LogsBeside(alternates)), tmp_path, CUDAGraphCallback(), accelerator=accelerator
         )
     assert "log_metrics" in caught.value.location.source
+
+
+def test_a_kept_number_is_refused_in_captures_of_other_runs() -> None:
+    """A replay would freeze it; behind all captures it is a number."""
+    kept = moving_number(HostReads(lambda: None), "batch_idx", 3, 8)
+    assert int(kept) == 3
+    with HostReads(lambda: None).noted(), pytest.raises(CaptureError, match="batch_idx"):
+        int(kept)
+    assert int(kept) == 3

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -270,16 +270,18 @@ class HostReads:
         kinds: the types that count as read: a capture failed without the values themselves.
         why: its error.
         version: changes with what counts.
-        is_noting: a capture is under way; a value that is kept beyond it is only a value.
+        captures: those of any run that are under way; a value that is kept beyond them is only a value.
         returned: where in its output the step returns the value that is read; empty for other reads.
         has_lent_parts: the capture under way has got a part of a number, which C code may not take.
     """
+
+    captures: ClassVar[int] = 0
 
     def __init__(self, located: Callable[[], Location | None]) -> None:
         self._located = located
         self._lines: dict[str, Location | None] = {}
         self._of: dict[str, dict[str, HostRead]] = {}
-        self.is_noting = False
+        self._is_noting = False
         self.returned = ""
         self.kinds: tuple[type, ...] = ()
         self.why = ""
@@ -344,11 +346,13 @@ class HostReads:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Context of a capture: reads count there. Others are those of hooks with a static batch."""
-        self.is_noting, self.has_lent_parts = True, False
+        self._is_noting, self.has_lent_parts = True, False
+        HostReads.captures += 1
         try:
             yield
         finally:
-            self.is_noting = False
+            self._is_noting = False
+            HostReads.captures -= 1
 
     def noting(self, path: str, value: Any) -> HostValue:
         """A `HostValue` that notes a read here."""
@@ -402,7 +406,7 @@ class HostReads:
 
     def _note(self, read: HostRead) -> None:
         read = self._limited(read)
-        if self.is_noting and read.text not in self._lines:
+        if self._is_noting and read.text not in self._lines:
             self._lines[read.text] = self._located()
             self._of.setdefault(read.path, {})[read.text] = read
             self.version += 1

@@ -1412,6 +1412,13 @@ class OfTheLogger(_InABox, name="attribute of the logger"):
         return self.net.trainer.logger
 
 
+class OfTheExperiment(_InABox, name="attribute of the logger's experiment"):
+    needs_trainer = True
+
+    def box(self) -> Any:
+        return self.net.trainer.logger.experiment
+
+
 class OfTheOptimizationLoop(_InABox, name="attribute of the optimization loop"):
     needs_trainer = True
 

@@ -59,7 +59,7 @@ def moving_number(reads: HostReads, name: str, value: int, max_graphs: int) -> H
         return len({read.of(number) for number in ahead}) > max(max_graphs, 2)
 
     def refuse_read(read: HostRead) -> None:
-        if not reads.is_noting and not is_gathering():
+        if not HostReads.captures and not is_gathering():
             return
         computed = "" if read.text == read.path else read.text
         where = user_location()

@@ -27,7 +27,7 @@ _OF_KINDS = (
         " h.detach()`. Each path has a graph." + see("paths"),
     ),
     (
-        r"hooks` of |^the hooks of |`_global_\w+` of ",
+        r"hooks` of |^the hooks (of|inside) |`_global_\w+` of ",
         "Register the hook once, before training, and let it compute with a registered buffer, written"
         " with `copy_` or `fill_`. So too with the mask of a pruned layer, `layer.weight_mask`."
         + see("changing_numbers"),

@@ -186,10 +186,13 @@ def outside_of_model(trainer: pl.Trainer) -> list[Root]:
     """Return the user's objects outside the model that a step may change."""
     trainers: Any = trainer  # some attributes are not declared
     loader = trainer.train_dataloader
+    # Not by the getter, which would make one.
+    experiments = [vars(logger).get("_experiment") for logger in trainer.loggers]
     found = [
         *trainers.callbacks,
         trainers.datamodule,
         *trainer.loggers,
+        *experiments,
         getattr(loader, "dataset", None),
     ]
     sampler = getattr(loader, "batch_sampler", None)
@@ -207,7 +210,9 @@ def outside_of_model(trainer: pl.Trainer) -> list[Root]:
             continue
         left_out: set[str] = set()
         if not is_users_class(type(value)):  # plain values only: the rest belongs to the library
-            left_out = {n for n, part in attributes.items() if type(part) not in (*VALUES, list, dict)}
+            # Containers of a logger's experiment lead to its queues and threads.
+            of_user = VALUES if any(value is each for each in experiments) else (*VALUES, list, dict)
+            left_out = {n for n, part in attributes.items() if type(part) not in of_user}
         of = f"the `{type(value).__qualname__}`"
         roots.append(Root(value, "", of, frozenset(left_out), is_entered=True))
     return [*roots, *optimizer_roots(trainer.optimizers, with_options=True)]
