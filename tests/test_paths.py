@@ -216,11 +216,6 @@ LOG = r"Log it in `on_train_batch_start`: .*"
 AFTERWARDS = "Do it in `on_train_batch_end`, which .*"
 
 
-def prints(index: Any) -> int:
-    print("", end=str(index))
-    return 1
-
-
 # With what is computed from the index where it is that, the remedy, and the page that shows it.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
     "the index": (lambda index: index, "", COMPUTE, "paths"),
@@ -230,7 +225,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
     "in a set": (lambda index: 2 if index in {1, 2} else 1, "", COMPARE, "paths"),
     "seldom the same": (lambda index: 1 + index // 10, "1 + (batch_idx // 10)", COMPUTE, "paths"),
     "too many comparisons": (lambda index: index in range(100, 200), "", COMPUTE, "paths"),
-    "printed": (prints, "", AFTERWARDS, "item_and_print"),
 }
 
 
@@ -253,6 +247,19 @@ def test_refused(
     assert f"read of {named}, which would stay" in caught.value.what
     assert caught.value.location.path == __file__
     assert re.fullmatch(rf"{remedy} See docs/recipes/{recipe}\.md\.", caught.value.remedy)
+
+
+def test_printed(tmp_path: Path, accelerator: str) -> None:
+    """Of a line that prints, the print is refused, not what it reads."""
+
+    def use(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+        print("", end=str(batch_idx))
+        return loss
+
+    with pytest.raises(CaptureError, match=r"a use of `print`") as caught:
+        both(tmp_path, accelerator, use, max_epochs=1)
+    assert len(caught.value.findings) == 1
+    assert re.fullmatch(rf"{AFTERWARDS} See docs/recipes/item_and_print\.md\.", caught.value.remedy)
 
 
 def test_control_without_notes_of_reads(

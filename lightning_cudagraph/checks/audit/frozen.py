@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_cudagraph.checks.audit.calls.host_calls import HostCalls
 from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance, frozen_read
@@ -271,10 +271,19 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             " allow it." + see("kept_tensors"),
             location=where,
         )
+    remedy = f"{_HOST_HOOK}. To keep what the step computes, {_keep(where)} in `on_train_batch_end`."
+    recipe = "counters"
+    if isinstance(change.holder, dict) and isinstance(change.now, Tensor):
+        owner = "self." if change.of.startswith("the ") else ""
+        remedy = (
+            "If the step alone reads it, empty it before the step returns:"
+            f" `{owner}{change.name}.clear()`. To keep what the step computes, {_keep(where)} in"
+            " `on_train_batch_end`."
+        )
+        recipe = "forward_hooks"
     return CaptureError(
         f"The training step sets or changes {named}, which a replay would not do: it would keep what"
         " this one step left there.",
-        f"{_HOST_HOOK}. To keep what the step computes, {_keep(where)} in"
-        " `on_train_batch_end`." + allowance(change.name) + see("counters"),
+        remedy + allowance(change.name) + see(recipe),
         location=where,
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightning_cudagraph.errors import Location
 
-AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step."
+_AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step"
 
 # What the user's line does.
 _LOGS = re.compile(r"\bself\.log\(|\.log_dict\(")
@@ -34,13 +34,18 @@ OF_CLOCKS = Remedy(
     "logged_values",
 )
 _LOG = Remedy("Log it in `on_train_batch_start`: the value there is that of this step.", "logged_values")
-_PRINT = Remedy(AFTERWARDS, "item_and_print")
 _COMPUTE = Remedy(
     "Compute with it in a hook that runs on the host at every step, such as `on_train_batch_start`, and"
     " hand the result to the step in a registered buffer, written with `copy_` or `fill_`.",
     "changing_numbers",
 )
 _CHOOSE = Remedy(f"{_COMPUTE.text} Use `torch.where` instead of `if`.", _COMPUTE.recipe)
+
+
+def afterwards(where: Location | None) -> str:
+    """The remedy for what a line does for the user alone."""
+    counts = where is not None and "global_step" in where.source
+    return f"{_AFTERWARDS}{'; there, `global_step` counts this step too' if counts else ''}."
 
 
 def remedy_of_read(where: Location | None) -> Remedy:
@@ -86,4 +91,6 @@ def _for_the_user(where: Location | None) -> Remedy | None:
     """The remedy if the line only logs or prints."""
     if is_logged(where):
         return _LOG
-    return _PRINT if where is not None and _PRINTS.search(where.source) else None
+    if where is None or not _PRINTS.search(where.source):
+        return None
+    return Remedy(afterwards(where), "item_and_print")

@@ -12,8 +12,8 @@ CHOOSE = (
 )
 HAND_OVER = (
     "Hand it to the step in a registered buffer, written with `copy_` or `fill_` in a hook that runs on"
-    " the host at every step, such as `on_train_batch_start`; or keep it constant."
-    + see("changing_numbers")
+    " the host at every step, such as `on_train_batch_start`; or keep it constant. If the step itself"
+    " sets it, let it keep the tensor: `self.last = loss.detach()`." + see("changing_numbers")
 )
 
 _OF_KINDS = (
@@ -37,6 +37,12 @@ _OF_KINDS = (
         "Compare it in `on_train_epoch_start`, and keep the result, `self.is_late = self.current_epoch"
         " >= 2`: the graph is captured again only if that changes. To compute with it, write it into a"
         " registered buffer there, with `fill_`." + see("changing_numbers"),
+    ),
+    (
+        r"^`p` of ",
+        "With a probability that changes, draw the mask yourself: `x * (torch.rand_like(x) >= self.p) /"
+        " (1 - self.p)`, with `self.p` a registered buffer, written with `fill_` in"
+        " `on_train_batch_start`." + see("changing_numbers"),
     ),
     (
         r"^`\w+` of param group ",

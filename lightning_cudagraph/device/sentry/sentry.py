@@ -88,12 +88,23 @@ _DYNAMIC_SIZE = (
     ),
 )
 _COUNT = "Count with a fixed size: `F.one_hot(x, num_classes=10).sum(0)`." + see("masks")
-_CROSS_DEVICE = (
+_FROM_HOST = (
     "a copy between host memory and the GPU",
     (
         "Make the tensor on the device (`torch.zeros(..., device=x.device)`), keep constants in"
         " buffers (`register_buffer`), or pass the values with the batch."
     ),
+)
+_TO_HOST = (
+    "a copy from the GPU to host memory, such as `.cpu()`",
+    "Keep the value on the device, `x.detach()`. To use it on the host, return it from the step, and"
+    " take it from the outputs in `on_train_batch_end`." + see("item_and_print"),
+)
+# On the host they are in no graph, nor is what a library computes with them.
+_FOR_A_LIBRARY = (
+    "Compute with torch, on the device. What only a library on the host computes, such as SciPy, is in"
+    " no graph: do it in the dataloader if it needs the batch alone; else train this module with"
+    ' `on_unsupported="eager"`.' + see("item_and_print")
 )
 # Harmless on a GPU (cuDNN's RNN uses them); a tape of ops cannot hold them.
 STORAGE = (
@@ -152,10 +163,10 @@ _WORDS: dict[str, tuple[str, str]] = {
     ),
 }
 _HOST_READS = {
-    Tensor.tolist: "`.tolist()`",
-    Tensor.numpy: "`.numpy()`",
-    Tensor.__array__: "`numpy.asarray(tensor)`",
-    Tensor.__repr__: "`print(tensor)` or `str(tensor)`",
+    Tensor.tolist: ("`.tolist()`", _HOST_VALUE[1]),
+    Tensor.numpy: ("`.numpy()`", _FOR_A_LIBRARY),
+    Tensor.__array__: ("`numpy.asarray(tensor)`", _FOR_A_LIBRARY),
+    Tensor.__repr__: ("`print(tensor)` or `str(tensor)`", _HOST_VALUE[1]),
 }
 # They return the address of a tensor, for code that torch does not see.
 _ADDRESSES = frozenset({Tensor.data_ptr, Tensor.__dlpack__, Tensor.__cuda_array_interface__.__get__})
@@ -330,25 +341,30 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _crosses_devices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _copy_between_devices(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, str] | None:
+    """A description for the user and a remedy, if the op copies between host and device, and waits."""
     if name == "aten::copy_":
         target, source = args[0], args[1]
         if target.device.type == source.device.type:
-            return False
+            return None
         non_blocking = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking", False))
         host = source if source.device.type == "cpu" else target
     elif name == "aten::_to_copy":
         source = args[0]
         device = kwargs.get("device")
         if device is None or torch.device(device).type == source.device.type:
-            return False
+            return None
         non_blocking = bool(kwargs.get("non_blocking", False))
         if source.device.type != "cpu":
-            return True  # into fresh pageable memory
+            return _TO_HOST  # into fresh pageable memory
         host = source
     else:
-        return False
-    return not (non_blocking and host.is_pinned())
+        return None
+    if non_blocking and host.is_pinned():
+        return None
+    return _FROM_HOST if host is source else _TO_HOST
 
 
 def _works_on(device_type: str, args: Any, kwargs: Any) -> bool:
@@ -370,8 +386,8 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
         layouts.add(torch.sparse_csr if "_cs" in name else torch.sparse_coo)
     for layout in layouts - {torch.strided}:
         forbid(_LAYOUT[0].format(layout), _LAYOUT[1], user_location())
-    if _crosses_devices(name, args, kwargs):
-        forbid(*_CROSS_DEVICE, user_location())
+    if (copies := _copy_between_devices(name, args, kwargs)) is not None:
+        forbid(*copies, user_location())
     if name in _EMULATOR_ONLY and device_type != "cpu":
         return
     refusal = _refusal(func, name, args, kwargs)
@@ -461,7 +477,7 @@ class HostReads(OwnFunctionMode):
     ) -> tuple[str, str] | None:
         """A description for the user and a remedy, if a function reads the memory of a tensor."""
         if func in _HOST_READS and args[0].device.type == self._device_type:
-            return _HOST_READS[func], _HOST_VALUE[1]
+            return _HOST_READS[func]
         if func is Tensor.__deepcopy__ and self._device_type == args[0].device.type == "cpu":
             return _DEEP_COPY
         if (

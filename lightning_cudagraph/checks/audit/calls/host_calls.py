@@ -58,8 +58,8 @@ from lightning_cudagraph.checks.audit.host_lines import (
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.read_remedies import (
-    AFTERWARDS,
     OF_CLOCKS,
+    afterwards,
     remedy_of_read,
 )
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
@@ -358,7 +358,8 @@ class HostCalls:
             return
         if self._is_inside_allowed(inside):
             return
-        refuse(lost_effect(name, user_frame(asker), AFTERWARDS, "item_and_print"))
+        where = user_frame(asker)
+        refuse(lost_effect(name, where, afterwards(where), "item_and_print"))
 
     def _is_inside_allowed(self, frame: FrameType | None) -> bool:
         """True for a call by a function that the user allows."""
