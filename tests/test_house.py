@@ -14,7 +14,7 @@ import pytest
 import lightning_cudagraph
 from tests.sources import FILES, ROOT, tree
 
-ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
+DOCS = Path(__file__).parents[1] / "docs"
 # From the bottom up. A file may import from its own floor and from those before it.
 FLOORS = [
     "errors",
@@ -93,14 +93,14 @@ def _defined(path: Path) -> set[str]:
     return found
 
 
-def _named_in_architecture() -> tuple[set[str], list[tuple[str, tuple[str, ...]]]]:
+def _named_in(page: str) -> tuple[set[str], list[tuple[str, tuple[str, ...]]]]:
     """The paths that the page names, and each name with the paths on either side of it.
 
     A name belongs to the last path before it or the first one after it, in its paragraph or list item.
     """
     paths: set[str] = set()
     names: list[tuple[str, tuple[str, ...]]] = []
-    for block in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", ARCHITECTURE.read_text()):
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", (DOCS / page).read_text()):
         quoted = [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", block)]
         at = [index for index, code in enumerate(quoted) if re.fullmatch(r"[\w/]+(?:\.py|/)", code)]
         paths |= {quoted[index] for index in at}
@@ -111,10 +111,11 @@ def _named_in_architecture() -> tuple[set[str], list[tuple[str, tuple[str, ...]]
     return paths, names
 
 
-def test_the_architecture_names_what_there_is() -> None:
-    paths, names = _named_in_architecture()
+@pytest.mark.parametrize("page", ["architecture.md", "glossary.md"])
+def test_a_page_names_what_there_is(page: str) -> None:
+    paths, names = _named_in(page)
     assert len(paths) > 20
-    assert len(names) > 40
+    assert len(names) > 20
     assert not [path for path in paths if not (ROOT / path).exists()]
     defined = {path: _defined(ROOT / path) for path in paths if path.endswith(".py")}
     assert not [
