@@ -418,6 +418,17 @@ class MaskAsked(Reads):
             x = x * mask
 
 
+class Clears(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        if not torch.isfinite(self.factor).all():  # BAD
+            self.factor.zero_()
+
+
+class ToALibrary(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.factor.cpu().numpy().argsort()  # BAD
+
+
 class ReboundBuffer(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         self.factor = self.factor * 0.9  # BAD
@@ -462,8 +473,10 @@ REMEDIES: dict[type[Net], str] = {
     Dropout: "`x * (torch.rand_like(x) >= p) / (1 - p)`",
     LengthOfEach: MASK,
     MaskAsked: "Always pass the mask.*docs/recipes/attention_masks.md",
+    Clears: "Clear them without a branch: `p.grad.copy_(torch.where(",
     ReboundBuffer: "another tensor into the buffer `factor` of the.*`self.factor.copy_(...)`",
     ReplacedStorage: "gives `factor` another storage.*`copy_`",
+    ToALibrary: "Compute with torch, on the device.*such as SciPy, is in no graph",
     ReboundParameter: "another tensor into the parameter `bias` of `head`.*`head.bias.copy_(...)`",
 }
 

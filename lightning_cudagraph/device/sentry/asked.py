@@ -322,7 +322,7 @@ def of_host_read(where: Location | None, words: Words) -> Words:
     if where is None:
         return words
     if _FINITE_CHECK.search(where.source):
-        return of_nan_check()
+        return of_nan_check(where)
     what = words[0]
     if where.called is None and re.search(r"\bassert[ (]", where.source):
         return what, (
@@ -342,10 +342,16 @@ def of_host_read(where: Location | None, words: Words) -> Words:
     )
 
 
-def of_nan_check() -> Words:
+def of_nan_check(where: Location | None) -> Words:
     """The words for a branch on whether numbers are finite."""
+    what = "a Python branch on whether numbers are finite (`isnan`, `isfinite`)"
+    if where is not None and "zero_(" in _block(where):
+        return what, (
+            "Clear them without a branch:"
+            " `p.grad.copy_(torch.where(p.grad.isfinite().all(), p.grad, 0))`." + see("nan_checks")
+        )
     return (
-        "a Python branch on whether numbers are finite (`isnan`, `isfinite`)",
+        what,
         "Count in a buffer, `self.bad += ~torch.isfinite(loss.detach())`, and read the count now and"
         " then in `on_train_batch_end`, which runs on the host after every step. To leave such a batch"
         " out, let a fused Adam or AdamW skip its update (`found_inf`)." + see("nan_checks"),

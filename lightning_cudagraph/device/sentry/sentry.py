@@ -95,17 +95,14 @@ _FROM_HOST = (
         " buffers (`register_buffer`), or pass the values with the batch."
     ),
 )
-_TO_HOST = (
-    "a copy from the GPU to host memory, such as `.cpu()`",
-    "Keep the value on the device, `x.detach()`. To use it on the host, return it from the step, and"
-    " take it from the outputs in `on_train_batch_end`." + see("item_and_print"),
+# `.cpu()`, `.numpy()`, `numpy.asarray`: to look at it, or for a library.
+_ON_THE_HOST = (
+    "Compute with torch, on the device. To look at a value, return it from the step, and take it from"
+    " the outputs in `on_train_batch_end`. What only a library on the host computes, such as SciPy, is in no"
+    ' graph: do it in the dataloader if it needs the batch alone; else pass `on_unsupported="eager"`.'
+    + see("item_and_print")
 )
-# On the host they are in no graph, nor is what a library computes with them.
-_FOR_A_LIBRARY = (
-    "Compute with torch, on the device. What only a library on the host computes, such as SciPy, is in"
-    " no graph: do it in the dataloader if it needs the batch alone; else train this module with"
-    ' `on_unsupported="eager"`.' + see("item_and_print")
-)
+_TO_HOST = ("a copy from the GPU to host memory, such as `.cpu()`", _ON_THE_HOST)
 # Harmless on a GPU (cuDNN's RNN uses them); a tape of ops cannot hold them.
 STORAGE = (
     "an op that gives a tensor another storage or size, on the CPU emulator",
@@ -164,8 +161,8 @@ _WORDS: dict[str, tuple[str, str]] = {
 }
 _HOST_READS = {
     Tensor.tolist: ("`.tolist()`", _HOST_VALUE[1]),
-    Tensor.numpy: ("`.numpy()`", _FOR_A_LIBRARY),
-    Tensor.__array__: ("`numpy.asarray(tensor)`", _FOR_A_LIBRARY),
+    Tensor.numpy: ("`.numpy()`", _ON_THE_HOST),
+    Tensor.__array__: ("`numpy.asarray(tensor)`", _ON_THE_HOST),
     Tensor.__repr__: ("`print(tensor)` or `str(tensor)`", _HOST_VALUE[1]),
 }
 # They return the address of a tensor, for code that torch does not see.
@@ -394,7 +391,7 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
     if refusal is not None and _works_on(device_type, args, kwargs):
         where = user_location()
         if refusal == _HOST_VALUE and any(one.finite_checks.knows(args[0]) for one in _standing):
-            refusal = of_nan_check()
+            refusal = of_nan_check(where)
         what, remedy = refusal
         if remedy == _HOST_VALUE[1]:
             what, remedy = of_use(_calls[-1] if _calls else None, where, (what, remedy))
