@@ -155,6 +155,20 @@ def test_cycled_momentum_is_in_the_graph(tmp_path: Path, accelerator: str, name:
     assert "the optimizer steps eagerly" not in str(callback.summary)
 
 
+def test_cycled_momentum_under_accumulation(tmp_path: Path, accelerator: str) -> None:
+    """The momentum moves once in each window: that is every step of the optimizer."""
+
+    def build() -> Net:
+        return Net(*CYCLED["OneCycle-single"])
+
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "accumulate_grad_batches": 4, "max_epochs": 6}
+    plain = train(make(build), tmp_path / "plain", **kwargs)
+    graph = train(make(build), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.captures == 3  # first, middle and last
+    assert graph.counts.replayed == 30
+
+
 # With those that add a multiple of a tensor, which a CPU rounds in two ways.
 OF_16_BITS: dict[str, tuple[Callable[[Any], O.Optimizer], tuple[str, ...]]] = {
     "AdamW": (lambda p: O.AdamW(p, lr=1e-2), ()),

@@ -66,6 +66,9 @@ class PreparedGroup:
     def note_moves(self) -> None:
         """Find out which options a scheduler moves in every step, as `OneCycleLR` does with momentum."""
         self._calls += 1
+        self._note_moves()
+
+    def _note_moves(self) -> None:
         if self._form.inspected or self._alone:
             return
         for part, value in self._parts():
@@ -89,7 +92,7 @@ class PreparedGroup:
 
     def frozen(self) -> dict[str, Any]:
         """The options of the group that a capture freezes, labelled for the user."""
-        self.note_moves()
+        self._note_moves()  # guards look at each micro-batch: no call that counts
         values = {f"`{name}` of param group {self._index}": self._frozen(name) for name in self._names}
         lr = self.group["lr"]
         label = f"`lr` of param group {self._index}"

@@ -70,6 +70,7 @@ class ExternalReferences:
         self._tensors = [gradient for _, gradient in self._gradients]
         self._storages = [local(gradient).untyped_storage() for _, gradient in self._gradients]
         self._numbers = [int(storage._cdata) for storage in self._storages]
+        self._layouts = [(t.storage_offset(), t.shape, t.stride()) for t in map(local, self._tensors)]
         self._references: list[int] = []
         self._users: list[int] = []
         _all.add(self)
@@ -113,9 +114,27 @@ class ExternalReferences:
             return True
         if any(map(operator.gt, references, self._references)):
             return True
-        # The count may have fallen: some references were garbage when they were counted.
+        # The count may have fallen: some references were garbage when they were counted, or a gradient
+        # has other memory.
+        if users != self._users and self._bring_back():
+            users = self._using()
         self._users, self._references = users, references
         return False
+
+    def _bring_back(self) -> bool:
+        """Give gradients with other memory (`p.grad.data = ...`) that of the graph, with their values."""
+        found = False
+        for gradient, storage, layout in zip(
+            map(local, self._tensors), self._storages, self._layouts, strict=True
+        ):
+            if gradient.untyped_storage().data_ptr() != storage.data_ptr():
+                found = True
+                values = gradient.detach()
+                gradient.data = torch.empty(0, dtype=gradient.dtype, device=gradient.device).set_(
+                    storage, *layout
+                )
+                gradient.data.copy_(values)
+        return found
 
     def move_out(self) -> None:
         """Move the graph's own gradients to memory that no graph writes; it cannot be replayed after it.
