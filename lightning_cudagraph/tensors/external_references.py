@@ -122,7 +122,7 @@ class ExternalReferences:
         return False
 
     def _bring_back(self) -> bool:
-        """Give gradients with other memory (`p.grad.data = ...`) that of the graph, with their values."""
+        """Give gradients with other memory (`p.grad.data = ...`) the graph's own, with their values."""
         found = False
         for gradient, storage, layout in zip(
             map(local, self._tensors), self._storages, self._layouts, strict=True

@@ -7,11 +7,15 @@ padded places at zero on the one path, and not on the other.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn, overrides
 from torch.overrides import TorchFunctionMode
 
@@ -59,6 +63,44 @@ def _known_to_dynamo() -> None:
         TorchInGraphFunctionVariable._get_handlers()  # torch caches it
 
 
+_HANDLE = overrides.handle_torch_function.__code__
+_OF_C = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+)
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+def _asker(func: Any) -> Any:
+    """The function that hands `func` to a mode: torch's own, even if user code wraps it.
+
+    torch's Python functions hand over what is bound to their name. If that is a wrapper, calling it in
+    a mode would run it inside of itself, and do twice what it adds. The code that asks is in the frame
+    that calls `handle_torch_function`, with its arguments.
+    """
+    if isinstance(func, _OF_C):
+        return func
+    code = getattr(func, "__code__", None)
+    if code is not None and code.co_filename.startswith(_TORCH):
+        return func
+    handle = sys._getframe(2)  # behind `torch_function`
+    asker = handle.f_back
+    if handle.f_code is not _HANDLE or asker is None:
+        return func
+    code = asker.f_code
+    if not code.co_filename.startswith(_TORCH) or code.co_freevars:
+        return func
+    values = asker.f_locals
+    n_positional = code.co_argcount
+    defaults = tuple(values[name] for name in code.co_varnames[:n_positional])
+    original = types.FunctionType(code, asker.f_globals, code.co_name, defaults)
+    of_keywords = code.co_varnames[n_positional : n_positional + code.co_kwonlyargcount]
+    original.__kwdefaults__ = {name: values[name] for name in of_keywords}
+    return original
+
+
 class OwnFunctionMode(TorchFunctionMode):
     """A function mode that watches a step without changing its path through torch.
 
@@ -69,6 +111,15 @@ class OwnFunctionMode(TorchFunctionMode):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if (own := vars(cls).get("__torch_function__")) is not None:
+
+            def torch_function(
+                self: Any, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+            ) -> Any:
+                return own(self, _asker(func), kinds, args, kwargs or {})
+
+            cls.__torch_function__ = torch_function  # type: ignore[method-assign]
+            not_compiled(own, with_what_it_calls=True)
         not_compiled(cls.__torch_function__, with_what_it_calls=True)
 
     def __enter__(self) -> Any:
