@@ -19,11 +19,11 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.guards.remedies import HAND_OVER
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
 from lightning_cudagraph.device.kept_memory import undone
-from lightning_cudagraph.device.refusals import clear_frames
+from lightning_cudagraph.device.refusals.first_refusal import Gathered, gathering
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
-from lightning_cudagraph.device.sentry.first_refusal import Gathered, gathering
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.tensors.host_values import in_words
 from lightning_cudagraph.tensors.static import BatchChange, StaticBatch

@@ -17,14 +17,14 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.features import CUDA
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.device.cuda.capture_errors import clear_frames, meaning_of
 from lightning_cudagraph.device.driver import event_times, position_of
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.graph_parts import Between, CudaParts
 from lightning_cudagraph.device.host_work import host_work_of
-from lightning_cudagraph.device.refusals import clear_frames, meaning_of
-from lightning_cudagraph.device.sentry.first_refusal import first_refusal_kept
+from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
 from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, MendingSentry
-from lightning_cudagraph.device.sentry.sentry import HostReads
+from lightning_cudagraph.device.sentry.sentry import FunctionSentry
 from lightning_cudagraph.device.streams.branches import Branches, SentBackError
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.device.streams.side_streams import (
@@ -303,7 +303,7 @@ class CudaBackend:
                     self._begin_part(graph)
                     with (
                         host_work_of(graph.work),
-                        HostReads(self.device.type),
+                        FunctionSentry(self.device.type),
                         Constants(memory),
                         sentry,
                         first_refusal_kept(),
@@ -353,7 +353,7 @@ class CudaBackend:
     def checked(self) -> Iterator[None]:
         memory = HostMemory()
         sentry = MendingSentry(self.generators, memory)
-        with HostReads(self.device.type), Constants(memory), sentry, first_refusal_kept():
+        with FunctionSentry(self.device.type), Constants(memory), sentry, first_refusal_kept():
             yield
 
     def cut(self) -> None:

@@ -32,16 +32,18 @@ from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.graph_parts import Between
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
 from lightning_cudagraph.device.kept_memory import KeptMemory
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import AskedFor, first_refusal_kept, forbid
+from lightning_cudagraph.device.refusals.forbidden_ops import STORAGE
 from lightning_cudagraph.device.sentry.collectives import (
     is_collective,
     only_wraps,
     returned_unrun,
     wait_for,
 )
-from lightning_cudagraph.device.sentry.first_refusal import AskedFor, first_refusal_kept
 from lightning_cudagraph.device.sentry.inductor import refused_on_cpu
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
-from lightning_cudagraph.device.sentry.sentry import STORAGE, HostReads, Sentry, forbid, user_location
+from lightning_cudagraph.device.sentry.sentry import FunctionSentry, Sentry
 from lightning_cudagraph.device.streams.dataflow import Placed
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.device.streams.tape import Tape
@@ -444,7 +446,7 @@ class EmulatorBackend:
                 refused_on_cpu(),
                 _resizes_recorded(graph, undo),
                 host_work_of(graph.work),
-                HostReads("cpu"),
+                FunctionSentry("cpu"),
                 _OneHotAsOnCuda(),
                 recorder,
                 first_refusal_kept(),
@@ -476,7 +478,7 @@ class EmulatorBackend:
     @contextmanager
     def checked(self) -> Iterator[None]:
         sentry = Sentry("cpu", self.generators)
-        with HostReads("cpu"), _OneHotAsOnCuda(), sentry, first_refusal_kept():
+        with FunctionSentry("cpu"), _OneHotAsOnCuda(), sentry, first_refusal_kept():
             yield
 
     def written(self, graph: Graph) -> list[Tensor]:

@@ -26,14 +26,14 @@ from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.read_remedies import remedy_of_number
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.device.sentry.first_refusal import (
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import (
     FirstRefusal,
     backward_ended,
     first_refusal_kept,
     is_gathering,
     refuse,
 )
-from lightning_cudagraph.device.sentry.sentry import user_location
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from lightning_cudagraph.checks.audit.host_objects import cached_by_class, lineage, namespace_of
-from lightning_cudagraph.device.sentry.first_refusal import refused
-from lightning_cudagraph.device.sentry.sentry import forbidden, user_location
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import forbidden, refused
 from lightning_cudagraph.errors import see
 
 SEEDED = (

@@ -65,7 +65,7 @@ from lightning_cudagraph.checks.audit.kinds import PROXIES, READ_WHOLE, How, nod
 from lightning_cudagraph.checks.audit.parts import Item, Moved, Node, items_of, joined
 from lightning_cudagraph.checks.audit.versions import Versions
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
-from lightning_cudagraph.device.sentry.sentry import is_users
+from lightning_cudagraph.device.lines.user_lines import is_users
 from lightning_cudagraph.tensors.layouts import Layouts, layout_of
 
 # Not entered: these change in every step by themselves; writes to logs and files are refused when made.

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, overrides
 
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.device.sentry.hidden_reads import reads_permitted
+from lightning_cudagraph.device.refusals.hidden_reads import reads_permitted
 from lightning_cudagraph.device.sentry.inductor import wants_graphs
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode, unpatched
 from lightning_cudagraph.errors import CaptureError

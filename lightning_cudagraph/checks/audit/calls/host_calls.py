@@ -64,8 +64,8 @@ from lightning_cudagraph.checks.audit.read_remedies import (
 )
 from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.device.sentry.first_refusal import refuse
-from lightning_cudagraph.device.sentry.sentry import forbid, is_installed, user_frame
+from lightning_cudagraph.device.lines.user_lines import is_installed, user_frame
+from lightning_cudagraph.device.refusals.first_refusal import forbid, refuse
 from lightning_cudagraph.errors import CaptureError, Location
 
 _DYNAMO = ("torch._compile", "torch._dynamo")

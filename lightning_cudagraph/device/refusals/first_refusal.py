@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.errors import Finding, Location, UnsupportedError
+from lightning_cudagraph.errors import CaptureError, Finding, Location, UnsupportedError
 from lightning_cudagraph.tensors.host_values import names_a_class
+
+_NOWHERE = ", in code called by torch, with no line of yours in it"
 
 
 @dataclass
@@ -86,6 +88,24 @@ def refuse(error: UnsupportedError, subject: Hashable = None) -> None:
     if _here.gathered is None:
         raise refused(error)
     _here.gathered.add(error)
+
+
+def forbid(what: str, remedy: str, location: Location | None, subject: Hashable = None) -> None:
+    """Refuse something in a step that a CUDA graph cannot hold; see `refuse`."""
+    refuse(forbidden(what, remedy, location), subject)
+
+
+def forbidden(what: str, remedy: str, location: Location | None) -> CaptureError:
+    """The error for something in a step that a CUDA graph cannot hold."""
+    where = "" if location else _NOWHERE
+    return CaptureError(f"A CUDA graph cannot hold {what}{where}.", remedy, location=location)
+
+
+def located(error: UnsupportedError, location: Location | None) -> None:
+    """Give an error that has no line the one that was found for it, if there is one."""
+    if location is not None:
+        error.location = location
+        error.what = error.what.replace(_NOWHERE, "")
 
 
 def refused(error: UnsupportedError) -> UnsupportedError:
