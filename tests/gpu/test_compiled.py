@@ -15,7 +15,7 @@ from torch._inductor.utils import fresh_cache
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback
 from lightning_cudagraph.capture.stream_choice import AskedStreams
-from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry
 from tests.harness import Net, Trace, assert_same, loader, make, train

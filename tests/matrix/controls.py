@@ -107,7 +107,7 @@ CONTROLS: dict[str, Control] = {
     # On a CPU, backward passes run in the calling thread anyway.
     "backward passes in one thread": Control(
         {
-            f"{_PACKAGE}.device.backend.set_multithreading_enabled": lambda enabled: nullcontext(),
+            f"{_PACKAGE}.device.cuda.cuda_backend.set_multithreading_enabled": lambda _: nullcontext(),
             **_NO_EFFECTS,
         },
         Case("file", setting=UNCHECKED, where="gradient hook"),
