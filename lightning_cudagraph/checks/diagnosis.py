@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.guards.remedies import HAND_OVER
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
+from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.host_work import HostWork, host_work_of

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
+from lightning_cudagraph.checks.walk.scope import Root, Scope
+from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.errors import UnsupportedError
 
 

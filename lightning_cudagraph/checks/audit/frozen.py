@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from lightning_cudagraph.checks.audit.calls.host_calls import HostCalls
 from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance, frozen_read
 from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, nearest_line
-from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
-from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.read_remedies import remedy_of_number
-from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
+from lightning_cudagraph.checks.walk.host_objects import VALUES, attributes_of, is_users_class
+from lightning_cudagraph.checks.walk.parts import Moved
+from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
+from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import (

@@ -31,10 +31,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.checks.verify.compare import (
-    names_that_differ,
-    verification_error,
-)
+from lightning_cudagraph.checks.verify.compare import names_that_differ, verification_error
 from lightning_cudagraph.checks.verify.memory import host_free_bytes
 from lightning_cudagraph.checks.verify.noise import Replays, unsteady_note
 from lightning_cudagraph.checks.verify.tape import TapeDifference

@@ -46,7 +46,7 @@ from lightning_cudagraph.checks.audit.calls.rules import (
     lost_effect,
     short_name,
 )
-from lightning_cudagraph.checks.audit.host_draws import SEEDED, generator_state, holds_iterator, seeds
+from lightning_cudagraph.checks.audit.calls.seeds import SEEDED, seeds
 from lightning_cudagraph.checks.audit.host_lines import (
     CHANGES,
     NUMPYS_OWN,
@@ -56,13 +56,12 @@ from lightning_cudagraph.checks.audit.host_lines import (
     stores,
 )
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
-from lightning_cudagraph.checks.audit.parts import Moved
-from lightning_cudagraph.checks.audit.read_remedies import (
-    OF_CLOCKS,
-    afterwards,
-    remedy_of_read,
-)
-from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
+from lightning_cudagraph.checks.audit.read_remedies import OF_CLOCKS, afterwards, remedy_of_read
+from lightning_cudagraph.checks.walk.held_iterators import holds_iterator
+from lightning_cudagraph.checks.walk.host_generators import generator_state
+from lightning_cudagraph.checks.walk.parts import Moved
+from lightning_cudagraph.checks.walk.scope import Namespace, Root
+from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.lines.user_lines import is_installed, user_frame
 from lightning_cudagraph.device.refusals.first_refusal import forbid, refuse

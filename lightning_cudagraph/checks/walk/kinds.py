@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_cudagraph.checks.audit.host_draws import generator_state, is_iterator
-from lightning_cudagraph.checks.audit.host_objects import (
+from lightning_cudagraph.checks.walk.held_iterators import is_iterator
+from lightning_cudagraph.checks.walk.host_generators import generator_state
+from lightning_cudagraph.checks.walk.host_objects import (
     UNSET,
     VALUES,
     attributes_of,
@@ -30,7 +31,7 @@ from lightning_cudagraph.checks.audit.host_objects import (
     slot_value,
     slots_of,
 )
-from lightning_cudagraph.checks.audit.parts import SETS, ById, Inside, Item, Node, Parts
+from lightning_cudagraph.checks.walk.parts import SETS, ById, Inside, Item, Node, Parts
 
 # Compared by the value that `_hidden` reads, and by nothing else.
 READ_WHOLE = (StringIO, BytesIO, torch.Generator, logging.Logger)
