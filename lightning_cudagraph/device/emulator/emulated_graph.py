@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.compat.attributes import OfThread
 from lightning_cudagraph.device.backend import Between
 from lightning_cudagraph.device.host_work import HostWork
 from lightning_cudagraph.device.sentry.collectives import is_collective, wait_for
@@ -19,7 +20,7 @@ from lightning_cudagraph.device.streams.tape import Tape
 from lightning_cudagraph.tensors.writes import storage_id, tensors_in
 
 # The graph that each thread is capturing.
-_recording_in = threading.local()
+_recording: OfThread[EmulatedGraph | None] = OfThread(None)
 
 
 class HostEvent:
@@ -137,15 +138,15 @@ class EmulatedGraph:
     @staticmethod
     def recording() -> EmulatedGraph | None:
         """The graph that the calling thread is capturing."""
-        return getattr(_recording_in, "graph", None)
+        return _recording.value
 
     def capture_begin(self) -> None:
         """Make events that are recorded in this thread part of the graph."""
-        _recording_in.graph = self
+        _recording.value = self
 
     def capture_end(self) -> None:
         """End the capture."""
-        _recording_in.graph = None
+        _recording.value = None
 
     @property
     def tape(self) -> _Tape:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import io
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from random import Random
@@ -62,7 +61,7 @@ from lightning_cudagraph.checks.walk.host_generators import generator_state
 from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root
 from lightning_cudagraph.checks.walk.walker import Walk
-from lightning_cudagraph.compat.attributes import setting
+from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.lines.user_lines import is_installed, user_frame
 from lightning_cudagraph.device.refusals.first_refusal import forbid, refuse
 from lightning_cudagraph.errors import CaptureError, Location
@@ -72,11 +71,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 _FRAMEWORKS = Origin.FRAMEWORKS
 
 
-class _OfThread(threading.local):
-    receivers: Mapping[int, Any] = {}
-
-
-_here = _OfThread()
+_receivers: OfThread[Mapping[int, Any]] = OfThread({})
 
 
 def uses_refused(receivers: Mapping[int, Any]) -> AbstractContextManager[None]:
@@ -84,7 +79,7 @@ def uses_refused(receivers: Mapping[int, Any]) -> AbstractContextManager[None]:
 
     No walk sees their state, such as that of a database connection.
     """
-    return setting(_here, receivers=receivers)
+    return setting(_receivers, value=receivers)
 
 
 class HostCalls:
@@ -120,7 +115,7 @@ class HostCalls:
         self._numpys: dict[int, Any] = {}  # by frame of a package's function that the user's code calls
         self._allowed_code: set[int] = set()
         self._globals: set[tuple[int, str]] = set()
-        self._refused_uses = _here.receivers
+        self._refused_uses = _receivers.value
         self.mentioned = MentionedNames()
 
     def __enter__(self) -> HostCalls:
