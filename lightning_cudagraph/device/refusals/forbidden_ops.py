@@ -49,8 +49,7 @@ _ON_THE_HOST = (
     "Compute with torch, on the device. To look at a value, return it from the step, and take it from"
     " the outputs in `on_train_batch_end`. What only a library on the host computes, such as SciPy, is"
     " in no graph: do it in the dataloader if it needs the batch alone; else pass"
-    ' `on_unsupported="eager"`.'
-    + see("item_and_print")
+    ' `on_unsupported="eager"`.' + see("item_and_print")
 )
 _TO_HOST = ("a copy from the GPU to host memory, such as `.cpu()`", _ON_THE_HOST)
 # Harmless on a GPU (cuDNN's RNN uses them); a tape of ops cannot hold them.
