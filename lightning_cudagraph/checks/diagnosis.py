@@ -29,7 +29,7 @@ from lightning_cudagraph.tensors.host_values import in_words
 from lightning_cudagraph.tensors.static import BatchChange, StaticBatch
 
 
-class _Step(Protocol):
+class _ExaminedStep(Protocol):
     """The parts of a step that are needed here."""
 
     @property
@@ -75,7 +75,7 @@ class Diagnosis:
         self._changes: Callable[[], list[Moved]] | None = None
         self.error: UnsupportedError | None = None
 
-    def examine(self, step: _Step, error: UnsupportedError) -> bool:
+    def examine(self, step: _ExaminedStep, error: UnsupportedError) -> bool:
         """Add to an error what else is found in a step, and leave the step undone.
 
         Returns:
@@ -94,7 +94,7 @@ class Diagnosis:
         self._found, self._changes, self.error = Gathered(), None, None
         return True
 
-    def _run_through(self, step: _Step) -> str:
+    def _run_through(self, step: _ExaminedStep) -> str:
         """Run the step, and gather what a capture would refuse.
 
         Returns:

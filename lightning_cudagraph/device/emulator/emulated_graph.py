@@ -78,7 +78,7 @@ class HostEvent:
         return (end._time_s - self._time_s) * 1e3
 
 
-class RecordedOp:
+class TapedOp:
     """One recorded op: function, aliased arguments, and the storage of its results."""
 
     __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results")
@@ -121,7 +121,7 @@ class Resize:
 plain_resize: Any = torch.UntypedStorage.resize_
 
 
-_Tape = Tape[RecordedOp | Resize | HostEvent | None]
+_Tape = Tape[TapedOp | Resize | HostEvent | None]
 
 
 class EmulatedGraph:
@@ -153,7 +153,7 @@ class EmulatedGraph:
         """The part that is being captured."""
         return self._parts[-1]
 
-    def add(self, op: RecordedOp, placed: Placed | None, result: Any, inputs: list[Tensor]) -> None:
+    def add(self, op: TapedOp, placed: Placed | None, result: Any, inputs: list[Tensor]) -> None:
         """Add an op that has run."""
         self.tape.add(op, placed, result, inputs)
         self._ops += 1
@@ -199,7 +199,7 @@ class EmulatedGraph:
             storage_id(t): t.untyped_storage().nbytes()
             for part in self._parts
             for op in part
-            if isinstance(op, RecordedOp)
+            if isinstance(op, TapedOp)
             for t in op.results
             if t is not None
         }

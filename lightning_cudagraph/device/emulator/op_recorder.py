@@ -13,8 +13,8 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.names.torch_names import is_traceable_wrapper_subclass
 from lightning_cudagraph.device.emulator.emulated_graph import (
     EmulatedGraph,
-    RecordedOp,
     Resize,
+    TapedOp,
     plain_resize,
 )
 from lightning_cudagraph.device.generators import Generators
@@ -117,7 +117,7 @@ class OpRecorder(Sentry):
         writes = func._schema.is_mutable or written_by(func, args, kwargs)
         is_only_a_view = outputs and not writes and all(target is None for target in results)
         if not is_only_a_view:
-            op = RecordedOp(func, frozen_args, frozen_kwargs, results)
+            op = TapedOp(func, frozen_args, frozen_kwargs, results)
             self._graph.add(op, placed, result, inputs)
         elif placed is not None:
             self._graph.tape.add(None, placed)

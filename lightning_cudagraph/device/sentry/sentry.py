@@ -30,8 +30,8 @@ from lightning_cudagraph.device.refusals.forbidden_ops import (
     works_on,
 )
 from lightning_cudagraph.device.refusals.host_reads import (
-    Call,
     FiniteChecks,
+    TorchCall,
     of_host_read,
     of_library,
     of_nan_check,
@@ -105,14 +105,14 @@ class FunctionSentry(OwnFunctionMode):
             where = user_location()
             what, remedy = of_host_read(where, read) if func is Tensor.__array__ else read
             if func is Tensor.__repr__:
-                what, remedy = of_use(Call(func, args, kwargs), where, read)
+                what, remedy = of_use(TorchCall(func, args, kwargs), where, read)
             forbid(what, of_library(where, remedy), where)
             with one_finding():  # the ops that it consists of
                 return func(*args, **kwargs)
         if func in ADDRESSES:
             for sentry in _standing:
                 sentry.known.give_out(args[0])
-        _calls.append(Call(func, args, kwargs))
+        _calls.append(TorchCall(func, args, kwargs))
         try:
             result = func(*args, **kwargs)
         finally:
@@ -123,7 +123,7 @@ class FunctionSentry(OwnFunctionMode):
 
 
 _standing: list[Sentry] = []
-_calls: list[Call] = []  # of torch's functions, the innermost last
+_calls: list[TorchCall] = []  # of torch's functions, the innermost last
 
 
 def is_capturing() -> bool:
