@@ -118,10 +118,14 @@ class _Use:
 
 def _is_slice(call: TorchCall, part: str) -> bool:
     """True if a tensor is the `start` or the `stop` of a slice in an index."""
+    return any(isinstance(i, slice) and isinstance(getattr(i, part), Tensor) for i in _indices(call))
+
+
+def _indices(call: TorchCall) -> tuple[Any, ...]:
+    """The indices of a call that reads or writes items; empty for another."""
     if call.name not in ("__getitem__", "__setitem__"):
-        return False
-    indices = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    return any(isinstance(i, slice) and isinstance(getattr(i, part), Tensor) for i in indices)
+        return ()
+    return call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
 
 
 def _lines_below(where: Location) -> str:
@@ -283,10 +287,7 @@ def _is_branch(where: Location) -> bool:
 
 def _reads_index(call: TorchCall) -> bool:
     """True for an index that is a whole number on the device."""
-    if call.name not in ("__getitem__", "__setitem__"):
-        return False
-    indices = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    return any(isinstance(i, Tensor) and not i.dim() and i.dtype != torch.bool for i in indices)
+    return any(isinstance(i, Tensor) and not i.dim() and i.dtype != torch.bool for i in _indices(call))
 
 
 def _writes_item(call: TorchCall, where: Location) -> bool:
