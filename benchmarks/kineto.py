@@ -24,8 +24,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.fits import ON_GPU, synchronize
-from lightning_cudagraph.device.backend import CudaBackend
-from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 
 __all__ = [
     "CAPTURE",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 
 
 class Work:

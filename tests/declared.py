@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_iter
 
-from lightning_cudagraph.device.emulator import _Recorder
+from lightning_cudagraph.device.emulator.op_recorder import OpRecorder
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
 from lightning_cudagraph.device.streams.accesses import access_of, all_of, made_by, only_looks, pieces
 from lightning_cudagraph.tensors.writes import storage_id, written_by
@@ -177,10 +177,10 @@ def captures_looked_at() -> Iterator[Callable[[], set[str]]]:
     """
     # Not a set: the step would be refused that changes one.
     seen: SimpleQueue[Declared] = SimpleQueue()
-    run = _Recorder.run
+    run = OpRecorder.run
     put = Apart(seen.put)
 
-    def looked_at(recorder: _Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def looked_at(recorder: OpRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = Declared()
         compare = watch.look(func, args, kwargs)
         result = run(recorder, func, args, kwargs)
@@ -194,8 +194,8 @@ def captures_looked_at() -> Iterator[Callable[[], set[str]]]:
             found |= seen.get().lies
         return found
 
-    _Recorder.run = looked_at  # type: ignore[method-assign]
+    OpRecorder.run = looked_at  # type: ignore[method-assign]
     try:
         yield lies
     finally:
-        _Recorder.run = run  # type: ignore[method-assign]
+        OpRecorder.run = run  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
-from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.loops import Loop, assert_equal_runs, device_of, run
 

@@ -12,7 +12,7 @@ from torch.autograd import graph
 from torch.nn.parallel import distributed
 
 from lightning_cudagraph import CaptureError
-from lightning_cudagraph.device.refusals import meaning_of
+from lightning_cudagraph.device.cuda.capture_errors import meaning_of
 
 # As torch 2.11 said them on an H200.
 _NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing\nSearch for it."

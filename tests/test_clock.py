@@ -15,8 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings, RunSummary
 from lightning_cudagraph.capture.instances import CaptureInstance
 from lightning_cudagraph.checks.verify.verify import Verifier
-from lightning_cudagraph.device.backend import CudaBackend
-from lightning_cudagraph.device.emulator import EmulatedGraph, EmulatorBackend, HostEvent
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
+from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, HostEvent
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.trainer.training.times.run_times import RunTimes

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cudagraph.device.backend import Backend, CudaBackend
-from lightning_cudagraph.device.emulator import EmulatorBackend, HostEvent
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
+from lightning_cudagraph.device.emulator.emulated_graph import HostEvent
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.timing.events.collective_marks import Collectives
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.readings.spans import Reading, SpanLayout

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph import CaptureError
-from lightning_cudagraph.device.emulator import EmulatorBackend, HostEvent
+from lightning_cudagraph.device.emulator.emulated_graph import HostEvent
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from lightning_cudagraph import (
     UnsupportedError,
     VerificationError,
 )
-from lightning_cudagraph.device.refusals import meaning_of
+from lightning_cudagraph.device.cuda.capture_errors import meaning_of
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from tests.harness import Net, Trace, differences, loader, make, train
 from tests.rows import row

@@ -23,6 +23,7 @@ from tensorboard.data import server_ingester
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import grpc_util
 
+from lightning_cudagraph.timing.output import metrics
 from lightning_cudagraph.timing.output.metrics import MetricNames, MetricsWriter
 from lightning_cudagraph.timing.output.tensorboard.charts import StepBand
 from lightning_cudagraph.timing.output.tensorboard.logger_writer import LoggerWriter
@@ -579,11 +580,12 @@ def test_other_loggers_are_given_medians_in_pauses() -> None:
         assert values["layer_forward_ms/blocks_0"] == pytest.approx(median_ms)
 
 
-def test_other_loggers_in_an_epoch_without_a_pause() -> None:
+def test_other_loggers_in_an_epoch_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call of a logger on the step's path but once a minute."""
     tracker, now_s = Tracker(), 0.0
     readings = readings_of(layout_of("a"), range(130))
-    writer = MetricsWriter([tracker], 10, step_now=lambda: int(now_s), now_s=lambda: now_s)
+    monkeypatch.setattr(metrics, "monotonic", lambda: now_s)
+    writer = MetricsWriter([tracker], 10, step_now=lambda: int(now_s))
     for reading in readings:
         now_s += 1.0
         writer.add(reading)

@@ -30,8 +30,8 @@ from lightning_cudagraph import (
     TimerError,
     TimerRegistry,
 )
-from lightning_cudagraph.device.backend import CudaBackend
-from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.timing.events import timers
 from lightning_cudagraph.timing.events.timed_blocks import Timing
 from tests.captures import Work

@@ -13,6 +13,7 @@ import pytest
 from matplotlib import pyplot, rcParams
 from matplotlib.colors import to_rgb
 
+from lightning_cudagraph.timing.output import dashboard as dashboard_module
 from lightning_cudagraph.timing.output import figures
 from lightning_cudagraph.timing.output.dashboard import Dashboard
 from lightning_cudagraph.timing.output.figures import layer_bars, step_timeline
@@ -252,9 +253,12 @@ class _Wall:
         self.shown.append((tag, step))
 
 
-def test_windows_are_shown_in_pauses_and_pictures_once_a_minute() -> None:
+def test_windows_are_shown_in_pauses_and_pictures_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wall, clock = _Wall(), [0.0]
-    dashboard = Dashboard(wall, 4, "Net", "CPU", now_s=lambda: clock[0])
+    monkeypatch.setattr(dashboard_module, "monotonic", lambda: clock[0])
+    dashboard = Dashboard(wall, 4, "Net", "CPU")
     layers, pictures = "cudagraph/layers", ("cudagraph/slowest_layers", "cudagraph/timeline")
     readings = gpt_readings(n=20)
 
@@ -283,9 +287,10 @@ def test_windows_are_shown_in_pauses_and_pictures_once_a_minute() -> None:
     assert wall.shown == []
 
 
-def test_pictures_that_were_put_off_are_drawn_at_the_end() -> None:
+def test_pictures_that_were_put_off_are_drawn_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard_module, "monotonic", lambda: 0.0)
     wall = _Wall()
-    dashboard = Dashboard(wall, 2, "Net", "CPU", now_s=lambda: 0.0)
+    dashboard = Dashboard(wall, 2, "Net", "CPU")
     for reading in gpt_readings(n=4):
         dashboard.add(reading)
         dashboard.pause()
@@ -324,13 +329,15 @@ def test_letters_that_the_font_lacks_are_no_warning() -> None:
     assert [str(warning.message) for warning in heard] == ["of somebody else's"] * 2
 
 
-def test_a_picture_that_fails_is_one_warning() -> None:
+def test_a_picture_that_fails_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard_module, "monotonic", iter(range(0, 10_000, 100)).__next__)
+
     class Broken(_Wall):
         def add_figure(self, tag: str, figure: Any, step: int) -> None:
             raise RuntimeError("no fonts")
 
     wall = Broken()
-    dashboard = Dashboard(wall, 1, "Net", "CPU", now_s=iter(range(0, 10_000, 100)).__next__)
+    dashboard = Dashboard(wall, 1, "Net", "CPU")
     reading = gpt_readings(n=1)[0]
     dashboard.add(reading)
     with pytest.warns(RuntimeWarning, match=r"not drawn: RuntimeError: no fonts\. Tables and training"):

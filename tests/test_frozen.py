@@ -38,7 +38,8 @@ from lightning_cudagraph import (
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.frozen import StepAudit
-from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
+from lightning_cudagraph.checks.walk.scope import Root, Scope
+from lightning_cudagraph.checks.walk.walker import Walk
 from tests.harness import Net, assert_same, differences, make, train
 
 log = logging.getLogger(__name__)

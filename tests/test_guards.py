@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.guards import (
     GuardedValues,
@@ -26,6 +25,8 @@ from lightning_cudagraph.checks.guards.guards import (
 )
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.checks.guards.switches import global_switches
+from lightning_cudagraph.checks.walk.scope import Root, Scope
+from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.device.sentry.op_rewrites import HostMemory
 from lightning_cudagraph.tensors import layouts
 from lightning_cudagraph.trainer.training.hooks.user_hooks import undisturbed

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lightning_cudagraph import CUDAGraphError
 from lightning_cudagraph.compat.features import TIMES
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.device.emulator import EmulatorBackend, HostEvent
+from lightning_cudagraph.device.emulator.emulated_graph import HostEvent
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import untimed_notes
 from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG

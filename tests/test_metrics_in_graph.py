@@ -20,8 +20,8 @@ from torchmetrics.text import Perplexity
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, Running
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, VerificationError
-from lightning_cudagraph.device.backend import CudaBackend
-from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.tensors.state import StaticState
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads

@@ -19,7 +19,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, Profiler, TimerError
-from lightning_cudagraph.device.emulator import EmulatedGraph, EmulatorBackend, HostEvent
+from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, HostEvent
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.timing.events import profiler as profiler_module
 from tests.captures import Work
 from tests.harness import Net, assert_same, make, train

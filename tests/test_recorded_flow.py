@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.models import WORKLOADS
 from lightning_cudagraph.capture.stream_choice import streams_of
-from lightning_cudagraph.device.emulator import EmulatedGraph, EmulatorBackend
+from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_cudagraph import EventTimer, Profiler, TimerError, TimerRegistry
-from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from tests.gpu import test_seed_clock as programs
 
 

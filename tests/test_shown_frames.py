@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
-from lightning_cudagraph.device.sentry.asked import of_library
+from lightning_cudagraph.device.refusals.host_reads import of_library
 from lightning_cudagraph.errors import Location
 from tests.harness import Net, make, train
 from tests.loops import device_of

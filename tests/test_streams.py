@@ -30,7 +30,7 @@ from lightning_cudagraph.capture.stream_choice import (
     AutoStreams,
     StreamChoice,
 )
-from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.device.streams.dataflow import Flow
 from lightning_cudagraph.errors import ConfigurationError, VerificationError
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train

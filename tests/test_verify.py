@@ -25,8 +25,8 @@ from lightning_cudagraph.checks.verify import verify
 from lightning_cudagraph.checks.verify.compare import distance, names_that_differ, rounding
 from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.checks.verify.verify import Verifier
-from lightning_cudagraph.device.backend import CudaBackend
-from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.errors import Location, StaleGraphError
 from lightning_cudagraph.optim.traced import Stage
 from lightning_cudagraph.tensors.batch import OF_THE_HOST

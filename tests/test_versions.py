@@ -94,15 +94,16 @@ def test_other_errors_of_an_import_are_left_alone(tmp_path: Path) -> None:
 def test_a_torch_without_cuda_on_a_machine_with_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert gpu_without_cuda("13.0", None, tmp_path) == ""
-    assert gpu_without_cuda(None, None, tmp_path) == ""
-    assert gpu_without_cuda(None, None, tmp_path / "nowhere") == ""
+    monkeypatch.setattr(installed, "_GPUS", tmp_path / "nowhere")
+    assert gpu_without_cuda(None, None) == ""
+    monkeypatch.setattr(installed, "_GPUS", tmp_path)
+    assert gpu_without_cuda("13.0", None) == ""
+    assert gpu_without_cuda(None, None) == ""
     (tmp_path / "0000:01:00.0").mkdir()
-    assert gpu_without_cuda(None, "7.0", tmp_path) == ""
-    said = gpu_without_cuda(None, None, tmp_path)
+    assert gpu_without_cuda(None, "7.0") == ""
+    said = gpu_without_cuda(None, None)
     assert f"torch {torch.__version__} was built without CUDA" in said
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(installed.gpu_without_cuda, "__defaults__", (tmp_path,))
     assert _said_at_the_start(tmp_path, caplog).count(f"lightning_cudagraph: {said}") == 1
 
 
@@ -121,8 +122,12 @@ def _said_at_the_start(path: Path, caplog: pytest.LogCaptureFixture) -> list[str
         ({"torch": "2.8.1", "lightning": "1.9.0", "Python": "3.9"}, ["torch", "lightning", "Python"]),
     ],
 )
-def test_newer_than_tested(newest: dict[str, str], said: list[str]) -> None:
-    line = newer_than_tested({"torch": "99.1.0", "lightning": "99.0.0", "Python": "4.0", **newest})
+def test_newer_than_tested(
+    newest: dict[str, str], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = {"torch": "99.1.0", "lightning": "99.0.0", "Python": "4.0"}
+    monkeypatch.setattr(tested, "NEWEST", {**later, **newest})
+    line = newer_than_tested()
     assert [word for word in ("torch", "lightning", "Python") if f"{word} " in line] == said
     assert bool(line) is bool(said)
 
@@ -130,8 +135,7 @@ def test_newer_than_tested(newest: dict[str, str], said: list[str]) -> None:
 def test_newer_than_tested_is_one_line_when_training_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    older = {**NEWEST, "torch": "2.8.0"}
-    monkeypatch.setattr(tested.newer_than_tested, "__defaults__", (older,))
+    monkeypatch.setattr(tested, "NEWEST", {**NEWEST, "torch": "2.8.0"})
     lines = _said_at_the_start(tmp_path, caplog)
     assert sum("is newer than 2.8.0" in line for line in lines) == 1
 

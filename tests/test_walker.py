@@ -32,12 +32,13 @@ from torch import Tensor, nn
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
-from lightning_cudagraph.checks.audit import versions
 from lightning_cudagraph.checks.audit.host_lines import line_that_sets, nearest_line
-from lightning_cudagraph.checks.audit.kinds import hides_state
-from lightning_cudagraph.checks.audit.versions import Versions
-from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
 from lightning_cudagraph.checks.verify.tape import OpTape
+from lightning_cudagraph.checks.walk import versions
+from lightning_cudagraph.checks.walk.kinds import hides_state
+from lightning_cudagraph.checks.walk.scope import Root, Scope
+from lightning_cudagraph.checks.walk.versions import Versions
+from lightning_cudagraph.checks.walk.walker import Walk
 from tests.harness import Net, assert_same, differences, make, train
 
 

@@ -17,7 +17,7 @@ from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
-from lightning_cudagraph.device.refusals import clear_frames
+from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError, Finding, UnsupportedError

@@ -13,23 +13,23 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.guards.remedies import HAND_OVER
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
+from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
 from lightning_cudagraph.device.kept_memory import undone
-from lightning_cudagraph.device.refusals import clear_frames
+from lightning_cudagraph.device.refusals.first_refusal import Gathered, gathering
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
-from lightning_cudagraph.device.sentry.first_refusal import Gathered, gathering
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.tensors.host_values import in_words
 from lightning_cudagraph.tensors.static import BatchChange, StaticBatch
 
 
-class _Step(Protocol):
+class _ExaminedStep(Protocol):
     """The parts of a step that are needed here."""
 
     @property
@@ -75,7 +75,7 @@ class Diagnosis:
         self._changes: Callable[[], list[Moved]] | None = None
         self.error: UnsupportedError | None = None
 
-    def examine(self, step: _Step, error: UnsupportedError) -> bool:
+    def examine(self, step: _ExaminedStep, error: UnsupportedError) -> bool:
         """Add to an error what else is found in a step, and leave the step undone.
 
         Returns:
@@ -94,7 +94,7 @@ class Diagnosis:
         self._found, self._changes, self.error = Gathered(), None, None
         return True
 
-    def _run_through(self, step: _Step) -> str:
+    def _run_through(self, step: _ExaminedStep) -> str:
         """Run the step, and gather what a capture would refuse.
 
         Returns:

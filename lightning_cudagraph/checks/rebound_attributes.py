@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.checks.audit.host_objects import VALUES
+from lightning_cudagraph.checks.walk.host_objects import VALUES
 from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.errors import CaptureError, see
 from lightning_cudagraph.tensors.batch import KEEP_GRADIENT, has_gradient

@@ -1,12 +1,30 @@
-"""Attributes that have other values inside a `with` block."""
+"""Values that are others inside a `with` block, or in each thread; and a function that does nothing."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
 
 _UNSET = object()
+
+
+def do_nothing(*args: Any) -> None:
+    """Do nothing, in place of another function."""
+
+
+class OfThread(threading.local, Generic[T]):
+    """A value that each thread has for itself.
+
+    Args:
+        value: the value that a thread begins with.
+    """
+
+    def __init__(self, value: T) -> None:
+        self.value = value
 
 
 @contextmanager

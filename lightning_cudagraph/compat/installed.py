@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.s
 _OLDEST = {"torch": (2, 10), "lightning": (2, 6)}
 # Packages with compiled code, which must be of one build with torch.
 _BUILT_FOR_TORCH = ("torchvision", "torchaudio")
+# In which the driver lists GPUs.
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -58,15 +58,14 @@ def check_installed() -> None:
         ) from error
 
 
-def gpu_without_cuda(built_for: str | None, hip: str | None, gpus: Path = _GPUS) -> str:
+def gpu_without_cuda(built_for: str | None, hip: str | None) -> str:
     """One line if there is an NVIDIA GPU that this build of torch cannot use; otherwise empty.
 
     Args:
         built_for: the version of CUDA that torch was built for.
         hip: the version of ROCm that torch was built for.
-        gpus: the folder in which the driver lists GPUs.
     """
-    if built_for is not None or hip is not None or not (gpus.is_dir() and any(gpus.iterdir())):
+    if built_for is not None or hip is not None or not (_GPUS.is_dir() and any(_GPUS.iterdir())):
         return ""
     return (
         f"this machine has an NVIDIA GPU, and torch {_version_of('torch')} was built without CUDA:"
@@ -85,9 +84,9 @@ def _version_of(package: str) -> str:
     return version(package)
 
 
-def _misfit(said: str, packages: Iterable[str] = _BUILT_FOR_TORCH) -> str | None:
+def _misfit(said: str) -> str | None:
     """The package that an error message names, with its version; None if it names none."""
-    for package in packages:
+    for package in _BUILT_FOR_TORCH:
         if package in said:
             try:
                 return f"{package} {version(package)}"

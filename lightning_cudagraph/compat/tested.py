@@ -13,7 +13,7 @@ from lightning_cudagraph.compat.installed import minor_of
 NEWEST: Mapping[str, str] = {"torch": "2.15.0", "lightning": "2.6.6", "Python": "3.13"}
 
 
-def newer_than_tested(newest: Mapping[str, str] = NEWEST) -> str:
+def newer_than_tested() -> str:
     """One line that names the packages newer than any version tested; empty if there are none.
 
     Only major and minor version are compared: probes of private names see changes of a patch release.
@@ -26,9 +26,9 @@ def newer_than_tested(newest: Mapping[str, str] = NEWEST) -> str:
         "Python": platform.python_version(),
     }
     newer = [
-        f"{name} {here[name]} is newer than {newest[name]}"
+        f"{name} {here[name]} is newer than {NEWEST[name]}"
         for name in here
-        if minor_of(here[name]) > minor_of(newest[name])
+        if minor_of(here[name]) > minor_of(NEWEST[name])
     ]
     if not newer:
         return ""

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_cudagraph.device.sentry.first_refusal import refused
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import forbidden, refused
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
-from lightning_cudagraph.device.sentry.sentry import forbidden, user_location
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.processes.at_exit import AtExit

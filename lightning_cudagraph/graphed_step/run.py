@@ -31,8 +31,9 @@ from lightning_cudagraph.checks.guards.guards import (
 )
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.compat.tables import notes_of_captures
-from lightning_cudagraph.device.backend import Backend, CudaBackend
-from lightning_cudagraph.device.emulator import EmulatorBackend
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
+from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.graphed_step.arguments import wrong_argument
 from lightning_cudagraph.graphed_step.gradients import GradientHabits

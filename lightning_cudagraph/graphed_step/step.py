@@ -24,8 +24,8 @@ from lightning_cudagraph.checks.verify.verification import NO_CHECKS, Verificati
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.device.sentry.sentry import is_capturing
-from lightning_cudagraph.device.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, wrong_argument
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several

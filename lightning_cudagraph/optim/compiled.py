@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_cudagraph.compat.attributes import do_nothing
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.forms import Form
 
@@ -35,11 +36,7 @@ def is_compiled(step: Callable[..., Any]) -> bool:
 @cache
 def _wrapper_code() -> CodeType:
     """The code object that all functions from `torch.compile` share."""
-    return torch.compile(_nothing, backend="eager").__code__
-
-
-def _nothing() -> None:
-    pass
+    return torch.compile(do_nothing, backend="eager").__code__
 
 
 def is_in_compiled_code() -> bool:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
+from lightning_cudagraph.checks.walk.scope import Root, Scope
+from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.errors import UnsupportedError
 
 
@@ -166,12 +167,16 @@ def _first_hook(optimizer: Optimizer) -> str:
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that another one keeps, and may step in its own step."""
-    members = [
+    return [member for member in attributes_and_items(optimizer) if isinstance(member, Optimizer)]
+
+
+def attributes_and_items(owner: Any) -> list[Any]:
+    """The attributes of an object, and the items of those that are lists or tuples."""
+    return [
         member
-        for value in vars(optimizer).values()
+        for value in vars(owner).values()
         for member in (value if isinstance(value, (list, tuple)) else [value])
     ]
-    return [member for member in members if isinstance(member, Optimizer)]
 
 
 def refuse_other_groups(optimizer: Optimizer) -> None:

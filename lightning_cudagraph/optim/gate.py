@@ -31,7 +31,6 @@ class Gate(OwnDispatchMode):
     Attributes:
         skip: the same as a bool.
         is_open: True while the step runs under the mode.
-        restored: the number of tensors that were copied and restored.
     """
 
     def __init__(self, overflowed: Tensor, last_was_skipped: Tensor) -> None:
@@ -43,7 +42,6 @@ class Gate(OwnDispatchMode):
         self._made: set[int] = set()
         # By storage, offset, shape and strides: the tensor, and a copy of it.
         self._saved: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
-        self.restored = 0
         self._passes = False
 
     def __enter__(self) -> Any:
@@ -90,7 +88,6 @@ class Gate(OwnDispatchMode):
             # Two may share memory: the copy saved first holds the state before.
             for tensor, before in reversed(self._saved.values()):
                 torch.where(self.skip, before, tensor, out=tensor)
-        self.restored = len(self._saved)
         self._saved.clear()  # their memory is free for the rest of the graph
 
     def passing(self) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cudagraph.compat.attributes import bound
+from lightning_cudagraph.compat.attributes import bound, do_nothing
 from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
 from lightning_cudagraph.compat.method_patches import OwnHook
 from lightning_cudagraph.compat.tables import require
@@ -448,11 +448,7 @@ def _not_asked_for_capturable(optimizer: Optimizer) -> AbstractContextManager[No
     The method has another name from torch 2.13 on, or two.
     """
     names = [name for name in dir(optimizer) if name.endswith("_graph_capture_health_check")]
-    return bound((vars(optimizer), name, _nothing) for name in names)
-
-
-def _nothing() -> None:
-    pass
+    return bound((vars(optimizer), name, do_nothing) for name in names)
 
 
 def _lr_set_inside() -> CaptureError:

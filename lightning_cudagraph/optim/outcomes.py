@@ -43,7 +43,7 @@ class Flag:
 
 
 @dataclass
-class _Step:
+class _ReplayedStep:
     """A replayed step.
 
     Attributes:
@@ -68,7 +68,7 @@ class Outcomes:
 
     def __init__(self, write: Callable[[State], None]) -> None:
         self._write = write
-        self._open: list[_Step] = []
+        self._open: list[_ReplayedStep] = []
         self._may_be_late = False
         self.waited_s = 0.0
 
@@ -98,7 +98,7 @@ class Outcomes:
             skipped: true on the device, after the step, if it was skipped.
             ends: for each of `possible`, the state that the step ends in if it is done.
         """
-        self._open.append(_Step(Flag(skipped), ends))
+        self._open.append(_ReplayedStep(Flag(skipped), ends))
         if not self._may_be_late:
             self.settle()
 

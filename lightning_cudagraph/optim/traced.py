@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map
 from lightning_cudagraph.device.host_work import work_under_capture
+from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
-from lightning_cudagraph.device.sentry.sentry import user_location
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.optim.gate import Gate
 from lightning_cudagraph.optim.host_program import HostProgram, HostScalar, State

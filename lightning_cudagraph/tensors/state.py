@@ -23,7 +23,7 @@ from lightning_cudagraph.tensors.writes import storage_id
 
 
 @dataclass
-class _Slot:
+class _Binding:
     """An attribute and its place.
 
     Attributes:
@@ -49,7 +49,7 @@ class _Slot:
 
 def _own_references() -> int:
     """The reference count of a place that only its slot refers to."""
-    return _Slot({}, "", "", torch.zeros(())).counted()
+    return _Binding({}, "", "", torch.zeros(())).counted()
 
 
 _OWN_REFERENCES = _own_references()
@@ -68,7 +68,7 @@ class StaticState:
     """The rebound attributes of a step, with their places."""
 
     def __init__(self) -> None:
-        self._slots: dict[tuple[int, str], _Slot] = {}
+        self._slots: dict[tuple[int, str], _Binding] = {}
         # The slots as columns, for C-level loops before every replay.
         self._namespaces: list[dict[str, Any]] = []
         self._names: list[str] = []
@@ -88,7 +88,7 @@ class StaticState:
         if value.is_inference() or storage_id(value) in taken or value.requires_grad:
             with torch.inference_mode(False), torch.no_grad():
                 value = namespace[name] = torch.empty_like(value, requires_grad=False).copy_(value)
-        self._slots[id(namespace), name] = _Slot(namespace, name, label, value)
+        self._slots[id(namespace), name] = _Binding(namespace, name, label, value)
         self._arrange()
 
     def _arrange(self) -> None:
@@ -199,11 +199,11 @@ class StaticState:
             slot.namespace[slot.name] = slot.place
 
 
-def _is_bound(slot: _Slot) -> bool:
+def _is_bound(slot: _Binding) -> bool:
     return slot.namespace.get(slot.name) is slot.place
 
 
-def _give_away(slot: _Slot) -> Tensor:
+def _give_away(slot: _Binding) -> Tensor:
     """Give the memory of a place to a new tensor, and leave its value to external references."""
     kept = slot.place
     with torch.inference_mode(False):
@@ -212,7 +212,7 @@ def _give_away(slot: _Slot) -> Tensor:
     return slot.place
 
 
-def _take_over(slot: _Slot) -> None:
+def _take_over(slot: _Binding) -> None:
     """Copy the bound value into the place.
 
     If the step writes the attribute in place, other code may rely on the bound tensor staying the same

@@ -7,7 +7,6 @@ same for a string or a number: the Python of a later check reads the value of it
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.compat.attributes import setting
+from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, map_leaves, structure_of
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, held, hold, is_host_value
@@ -135,16 +134,12 @@ def _changed(what: str, remedy: str, *paths: str) -> CaptureError:
     return error
 
 
-class _OfThread(threading.local):
-    paths: Mapping[int, str] = {}
-
-
-_lent = _OfThread()
+_lent: OfThread[Mapping[int, str]] = OfThread({})
 
 
 def refuse_writes(written: Iterable[Tensor], refuse: Callable[[CaptureError], None]) -> None:
     """Refuse an op that writes into the batch of the step under way in this thread."""
-    paths = _lent.paths
+    paths = _lent.value
     for path in dict.fromkeys(paths[key] for key in map(storage_id, written) if key in paths):
         refuse(_write(path))
 
@@ -202,7 +197,7 @@ class Loan:
     def watched(self) -> AbstractContextManager[None]:
         """Let the ops of this thread be refused that write into the batch."""
         paths = {storage_id(leaf): path for path, leaf in self._leaves if isinstance(leaf, Tensor)}
-        return setting(_lent, paths=paths)
+        return setting(_lent, value=paths)
 
     def refuse_changes(self, written: Sequence[Tensor] = ()) -> None:
         """Refuse a run that has changed the batch: hooks would see another batch than in an eager step.

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from lightning_cudagraph import CaptureError
-from lightning_cudagraph.device.backend import CudaBackend
-from lightning_cudagraph.device.sentry import hidden_reads, sentry
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
+from lightning_cudagraph.device.refusals import hidden_reads
+from lightning_cudagraph.device.sentry import sentry
 from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory
 from tests.checked import samples_of_ops
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 
 _LAG_MS = 0.02
 T = TypeVar("T")

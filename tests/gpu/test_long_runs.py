@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from benchmarks.models import WORKLOADS, Workload
-from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from tests.harness import differences
 
 _DEVICE = torch.device("cuda", 0)

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_cudagraph import GraphedStep
 from lightning_cudagraph.capture.stream_choice import AskedStreams
-from lightning_cudagraph.device.backend import CudaBackend
+from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 
 # Products of these sizes are split on an H200, and their partial sums go to the workspace.
 _BATCH, _WIDTH, _DEPTH = 128, 256, 6

@@ -66,7 +66,7 @@ class Control:
 _PACKAGE = "lightning_cudagraph"
 _NO_GUARDS: dict[str, Any] = {f"{_PACKAGE}.checks.guards.guards.Guards.changed": lambda guards: None}
 _NO_WALK: dict[str, Any] = {
-    f"{_PACKAGE}.checks.audit.walker.Walk.quick_changes": lambda walk, everything: []
+    f"{_PACKAGE}.checks.walk.walker.Walk.quick_changes": lambda walk, everything: []
 }
 _NO_EFFECTS: dict[str, Any] = {
     f"{_PACKAGE}.checks.audit.effects.Effects.refused": lambda effects, captured: nullcontext()
@@ -107,7 +107,7 @@ CONTROLS: dict[str, Control] = {
     # On a CPU, backward passes run in the calling thread anyway.
     "backward passes in one thread": Control(
         {
-            f"{_PACKAGE}.device.backend.set_multithreading_enabled": lambda enabled: nullcontext(),
+            f"{_PACKAGE}.device.cuda.cuda_backend.set_multithreading_enabled": lambda _: nullcontext(),
             **_NO_EFFECTS,
         },
         Case("file", setting=UNCHECKED, where="gradient hook"),

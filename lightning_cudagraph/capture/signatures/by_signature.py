@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Replay, Step
-from lightning_cudagraph.device.sentry.sentry import user_location
+from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import HostReads
 from lightning_cudagraph.tensors.signatures import Signatures

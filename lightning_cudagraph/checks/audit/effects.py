@@ -25,17 +25,15 @@ from lightning_cudagraph.checks.audit.host_lines import (
     line_that_sets,
     nearest_line,
 )
-from lightning_cudagraph.checks.audit.host_objects import (
-    VALUES,
-    is_users_module,
-)
-from lightning_cudagraph.checks.audit.kinds import hides_state
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
-from lightning_cudagraph.checks.audit.parts import PRIVATE, Moved
-from lightning_cudagraph.checks.audit.walker import Root, Walk
-from lightning_cudagraph.device.sentry.first_refusal import AskedFor, is_gathering, refuse
+from lightning_cudagraph.checks.walk.host_objects import VALUES, is_users_module
+from lightning_cudagraph.checks.walk.kinds import hides_state
+from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved
+from lightning_cudagraph.checks.walk.scope import Root
+from lightning_cudagraph.checks.walk.walker import Walk
+from lightning_cudagraph.device.lines.user_lines import is_users
+from lightning_cudagraph.device.refusals.first_refusal import AskedFor, is_gathering, located, refuse
 from lightning_cudagraph.device.sentry.own_modes import not_compiled
-from lightning_cudagraph.device.sentry.sentry import is_users, located
 from lightning_cudagraph.errors import CaptureError, StaleGraphError
 from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.tensors.static import BatchChange

@@ -10,7 +10,6 @@ is another in each step is refused, unless it has few values (`moving_number`).
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,19 +20,20 @@ from torch import Tensor, nn
 from lightning_cudagraph.checks.audit.calls.host_calls import HostCalls
 from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance, frozen_read
 from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, nearest_line
-from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
-from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.audit.read_remedies import remedy_of_number
-from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
-from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.device.sentry.first_refusal import (
+from lightning_cudagraph.checks.walk.host_objects import VALUES, attributes_of, is_users_class
+from lightning_cudagraph.checks.walk.parts import Moved
+from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
+from lightning_cudagraph.checks.walk.walker import Walk
+from lightning_cudagraph.compat.attributes import OfThread, setting
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import (
     FirstRefusal,
     backward_ended,
     first_refusal_kept,
     is_gathering,
     refuse,
 )
-from lightning_cudagraph.device.sentry.sentry import user_location
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of
@@ -147,13 +147,8 @@ class StepAudit:
                 tensor.data = as_it_was
 
 
-class _OfThread(threading.local):
-    """The audits that captures of this thread share, by model; None if each has its own."""
-
-    shared: dict[int, StepAudit] | None = None
-
-
-_here = _OfThread()
+# The audits that captures share, by model; None if each has its own.
+_shared: OfThread[dict[int, StepAudit] | None] = OfThread(None)
 
 
 def one_audit() -> AbstractContextManager[None]:
@@ -162,7 +157,7 @@ def one_audit() -> AbstractContextManager[None]:
     They run the same Python from the same state, and the first has read nothing that moves. So the calls
     of the others are not watched, which takes half of the time of a capture. What they change is.
     """
-    return setting(_here, shared={})
+    return setting(_shared, value={})
 
 
 @contextmanager
@@ -188,7 +183,7 @@ def frozen_python_audit(
     Raises:
         CaptureError: naming what would be frozen or lost, with the user's line.
     """
-    shared = {} if _here.shared is None else _here.shared
+    shared = {} if _shared.value is None else _shared.value
     known = shared.get(id(model))
     audit = known or StepAudit(model, device, rules)
     try:

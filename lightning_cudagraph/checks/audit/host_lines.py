@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_cudagraph.checks.audit.parts import Moved
-from lightning_cudagraph.device.sentry.sentry import is_installed, location_in
+from lightning_cudagraph.checks.walk.parts import Moved
+from lightning_cudagraph.device.lines.user_lines import is_installed, location_in
 from lightning_cudagraph.errors import Location
 
 # The generator that the functions of `numpy.random` draw from.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from lightning_cudagraph.device.sentry.sentry import is_user_code
+from lightning_cudagraph.device.lines.user_lines import is_user_code
 
 # Functions that find an attribute by a string.
 _BY_TEXT = frozenset({"getattr", "hasattr", "attrgetter", "getattr_static", "vars", "__dict__"})

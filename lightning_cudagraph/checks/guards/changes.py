@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from types import CodeType
 
 from lightning_cudagraph.checks.audit.host_lines import first_line
-from lightning_cudagraph.checks.audit.parts import Moved
 from lightning_cudagraph.checks.guards.remedies import CHOOSE
+from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.errors import Location
 
 _CHOICES = (str, bytes, bool, type(None))

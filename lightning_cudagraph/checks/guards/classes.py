@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
-from lightning_cudagraph.checks.audit.host_objects import dict_behind
-from lightning_cudagraph.checks.audit.versions import Versions
+from lightning_cudagraph.checks.walk.host_objects import dict_behind
+from lightning_cudagraph.checks.walk.versions import Versions
 from lightning_cudagraph.compat.method_patches import MethodPatch
 
 # Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE: only mutable heap types can be given other methods.

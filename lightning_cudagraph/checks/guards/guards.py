@@ -23,13 +23,14 @@ from torch import nn
 
 from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.host_lines import first_line
-from lightning_cudagraph.checks.audit.host_objects import is_users_class, lineage
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
-from lightning_cudagraph.checks.audit.parts import PRIVATE, Moved, in_words, same
-from lightning_cudagraph.checks.audit.walker import Namespace, Root, Scope, Walk
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.structure import Structure, described
 from lightning_cudagraph.checks.guards.switches import global_switches
+from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage
+from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
+from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
+from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 
 _State = dict[str, Any]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any
 
-from lightning_cudagraph.checks.audit.versions import Versions
+from lightning_cudagraph.checks.walk.versions import Versions
 
 _VIEW: Any = type({}.values())
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_cudagraph.checks.audit.versions import Versions
 from lightning_cudagraph.checks.guards.classes import Classes
 from lightning_cudagraph.checks.guards.members import Members
+from lightning_cudagraph.checks.walk.versions import Versions
 from lightning_cudagraph.tensors.layouts import Layouts
 from lightning_cudagraph.tensors.local import local
 

@@ -20,7 +20,7 @@ _FAR, _FAR_AT_MOST = 1000.0, 1e-2
 
 
 @dataclass
-class Replays:
+class ComparedReplays:
     """Replays of a step from one state, compared with an eager step from it.
 
     Attributes:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
-from lightning_cudagraph.device.sentry.sentry import user_location
 from lightning_cudagraph.errors import Location
 from lightning_cudagraph.tensors.writes import storage_id
 

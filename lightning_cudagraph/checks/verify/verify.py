@@ -31,12 +31,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.checks.verify.compare import (
-    names_that_differ,
-    verification_error,
-)
+from lightning_cudagraph.checks.verify.compare import names_that_differ, verification_error
 from lightning_cudagraph.checks.verify.memory import host_free_bytes
-from lightning_cudagraph.checks.verify.noise import Replays, unsteady_note
+from lightning_cudagraph.checks.verify.noise import ComparedReplays, unsteady_note
 from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import compilations
@@ -251,10 +248,10 @@ class Verifier:
             differing = names_that_differ(found, expected.values) if same_names else []
             same_random_state = torch.equal(expected.rng_state, self.backend.rng_state())
             failure: VerificationError | None = None
-            doubted: Replays | None = None  # not excused by the first eager step
+            doubted: ComparedReplays | None = None  # not excused by the first eager step
             if self._somewhere(bool(differing) and same_random_state):
                 is_lenient = self._is_lenient(history)
-                seen = Replays(before.values, expected.values, {*outputs}, _copied(found, copy))
+                seen = ComparedReplays(before.values, expected.values, {*outputs}, _copied(found, copy))
                 for _ in range(1, _REPLAYS_TO_COMPARE):
                     self._put(live, before)
                     result, outputs = replay()  # the state after the last replay stays
@@ -297,7 +294,7 @@ class Verifier:
         return result
 
     def _eagerly_again(
-        self, trace: Trace, live: _Values, before: _Outcome, doubted: Replays | None
+        self, trace: Trace, live: _Values, before: _Outcome, doubted: ComparedReplays | None
     ) -> tuple[TapeDifference | None, bool]:
         """Do the step eagerly on the op tape, several times if the numbers of replays are in doubt.
 
@@ -323,7 +320,7 @@ class Verifier:
         return difference, is_found and are_near
 
     def _traced(
-        self, trace: Trace, live: _Values, before: _Outcome, replays: Replays | None = None
+        self, trace: Trace, live: _Values, before: _Outcome, replays: ComparedReplays | None = None
     ) -> tuple[TapeDifference | None, bool, bool]:
         """Run the step on the op tape from the state before it, and restore that state.
 
@@ -422,7 +419,7 @@ class Verifier:
 
 
 def _excuse(
-    history: _History, is_lenient: bool, differing: list[str], seen: Replays, found: _Values
+    history: _History, is_lenient: bool, differing: list[str], seen: ComparedReplays, found: _Values
 ) -> str | None:
     """The reason why the last replay may differ, for the report; None if it may not."""
     if not (is_lenient or seen.are_unsteady(differing)) or not seen.allow(differing, found):

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter
-from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import forbid
 
 # Functional collectives: the results are tensors that are waited for later. The norm of sharded
 # gradients is reduced with them.

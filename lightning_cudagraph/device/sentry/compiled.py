@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, overrides
 
-from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.device.sentry.hidden_reads import reads_permitted
+from lightning_cudagraph.compat.attributes import do_nothing, setting
+from lightning_cudagraph.device.refusals.hidden_reads import reads_permitted
 from lightning_cudagraph.device.sentry.inductor import wants_graphs
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode, unpatched
 from lightning_cudagraph.errors import CaptureError
@@ -106,10 +106,6 @@ def _around_calls(contexts: list[Any], enter: _Enter) -> Iterator[None]:
     finally:
         for context, hook in added:
             context.enter_exit_hooks.remove(hook)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _unwatched(backend: Any) -> Callable[[], None]:
@@ -204,7 +200,7 @@ class CompiledCode:
             nonlocal has_own_graphs
             self.is_called = True
             has_own_graphs = has_own_graphs or wants_graphs(backend)
-            return _nothing
+            return do_nothing
 
         if self._contexts is None:
             self._contexts = _contexts()

@@ -20,7 +20,7 @@ import torch
 
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.names import torch_names
-from lightning_cudagraph.device.sentry.sentry import user_location
+from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.errors import CaptureError, Location
 
 _GRAPHS = "triton.cudagraphs"

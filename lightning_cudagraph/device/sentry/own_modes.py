@@ -24,7 +24,7 @@ from lightning_cudagraph.compat.names.torch_names import (
     TorchInGraphFunctionVariable,
     eval_frame,
 )
-from lightning_cudagraph.device import warned_lines
+from lightning_cudagraph.device.lines import warned_lines
 
 # The value in classes that override nothing.
 _DOES_NOT: Any = nn.Parameter.__torch_function__

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter
-from lightning_cudagraph.device.driver import let_wait, position_of
-from lightning_cudagraph.device.graph_parts import CudaParts
+from lightning_cudagraph.device.cuda.driver import let_wait, position_of
+from lightning_cudagraph.device.cuda.graph_parts import CudaParts
 from lightning_cudagraph.device.streams.accesses import Access, access_of, made_by, only_looks
 from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
 

@@ -321,7 +321,7 @@ class Flow:
 
 
 @dataclass
-class _Use:
+class _UseElsewhere:
     """A use of memory on another stream than its own.
 
     Attributes:
@@ -345,7 +345,7 @@ class HeldMemory:
         self._flow = flow
         self._is_free = is_free
         # By the stream of the memory and the stream of the use, in program order.
-        self._held: dict[tuple[int, int], deque[_Use]] = {}
+        self._held: dict[tuple[int, int], deque[_UseElsewhere]] = {}
         self._held_bytes: Counter[int] = Counter()  # by the stream of the memory
 
     def use(self, placed: Placed, home: int, owner: Any, size_bytes: int = 0) -> None:
@@ -357,7 +357,7 @@ class HeldMemory:
         """
         if placed.stream != home:
             uses = self._held.setdefault((home, placed.stream), deque())
-            uses.append(_Use(placed.number, owner, size_bytes))
+            uses.append(_UseElsewhere(placed.number, owner, size_bytes))
             self._held_bytes[home] += size_bytes
 
     def release(self) -> None:
@@ -396,5 +396,5 @@ class HeldMemory:
         return (use.owner for uses in self._held.values() for use in uses)
 
 
-def _together_bytes(uses: Iterable[_Use]) -> int:
+def _together_bytes(uses: Iterable[_UseElsewhere]) -> int:
     return sum({id(use.owner): use.size_bytes for use in uses}.values())

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 
 from lightning_cudagraph.capture.stream_choice import is_trial
-from lightning_cudagraph.device.emulator import EmulatedGraph
+from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph
 from lightning_cudagraph.errors import TimerError
 from lightning_cudagraph.timing.events.timed_blocks import TimedBlock, Timing, Timings, name_of
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from lightning_cudagraph.device.emulator import EmulatedGraph, HostEvent
+from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, HostEvent
 from lightning_cudagraph.errors import TimerError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lightning_cudagraph.device.emulator import EmulatedGraph
+from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph
 from lightning_cudagraph.errors import TimerError
 from lightning_cudagraph.timing.events.timed_blocks import (
     TimedBlock,

@@ -20,7 +20,7 @@ def _next_number() -> int:
 
 
 @dataclass(eq=False)
-class Call:
+class LayerCall:
     """A call of a layer, and the range of the nodes that it makes, by sequence number.
 
     `layers` are the layer and those around it; `around` is the enclosing call. `ends` is None while the
@@ -30,7 +30,7 @@ class Call:
     layers: Layers
     begins: int
     ends: int | None
-    around: Call | None
+    around: LayerCall | None
 
     def end(self) -> bool:
         """End the call; return True if it has made nodes."""
@@ -42,13 +42,13 @@ class LayerCalls:
     """The calls of one step, by thread; `stack` are those under way, the innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[Call] = []
+        self.stack: list[LayerCall] = []
         # By thread, in the order of their beginning: first nodes, and calls.
-        self._made: dict[int, tuple[list[int], list[Call]]] = {}
+        self._made: dict[int, tuple[list[int], list[LayerCall]]] = {}
 
-    def begin(self, layers: Layers) -> Call:
+    def begin(self, layers: Layers) -> LayerCall:
         """Begin a call of a layer; `layers` are the layer and the layers around it."""
-        call = Call(layers, _next_number(), None, self.stack[-1] if self.stack else None)
+        call = LayerCall(layers, _next_number(), None, self.stack[-1] if self.stack else None)
         self.stack.append(call)
         begins, calls = self._made.setdefault(get_ident(), ([], []))
         begins.append(call.begins)

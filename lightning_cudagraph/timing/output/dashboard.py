@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from time import monotonic
 
 from lightning_cudagraph.timing.output.figures import layer_bars, step_timeline
@@ -28,13 +27,11 @@ class Dashboard(ReadingWindow):
         window_readings: int,
         model: str,
         device: str,
-        now_s: Callable[[], float] = monotonic,
     ) -> None:
         super().__init__(window_readings)
         self._writer = writer
         self._model = model
         self._device = device
-        self._now_s = now_s
         self._n_undrawn = 0
         self._drawn_at_s: float | None = None
         self._can_draw = True
@@ -43,7 +40,7 @@ class Dashboard(ReadingWindow):
         if not (self.is_all_new and self._writer.is_shown):
             return
         summary = self._write_table()
-        now_s = self._now_s()
+        now_s = monotonic()
         if self._drawn_at_s is None or now_s - self._drawn_at_s >= _SECONDS_BETWEEN_PICTURES:
             self._draw(summary)
 
@@ -64,7 +61,7 @@ class Dashboard(ReadingWindow):
 
     def _draw(self, summary: WindowSummary) -> None:
         self._n_undrawn = 0
-        self._drawn_at_s = self._now_s()
+        self._drawn_at_s = monotonic()
         if not self._can_draw:
             return
         try:

@@ -39,6 +39,7 @@ _NAME_WIDTH = 22
 _MODEL_WIDTH = 20
 # Share of the width.
 _LEFT = 0.015
+_MOST_BARS = 6
 _LONGEST_WHISKER = 2.5  # of the longest bar
 # Share of white by nesting level: members are lighter than their containers; deeper ones are not drawn.
 _WHITE_BY_DEPTH = (0.0, 0.3, 0.5, 0.65, 0.75)
@@ -88,7 +89,7 @@ def _entitle(axes: Axes, title: str, subtitle: str) -> None:
     below.set_in_layout(False)
 
 
-def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int = 6) -> Figure | None:
+def layer_bars(summary: WindowSummary, model: str, device: str) -> Figure | None:
     """The slowest layers, with a bar for each pass; None if no layer was timed.
 
     A container is left out if timed members take most of its time.
@@ -96,7 +97,7 @@ def layer_bars(summary: WindowSummary, model: str, device: str, max_layers: int 
     layers = [layer for layer in layers_of(summary) if not layer.is_sum]
     if not layers:
         return None
-    slowest = sorted(layers, key=lambda layer: -layer.median_ms)[:max_layers]
+    slowest = sorted(layers, key=lambda layer: -layer.median_ms)[:_MOST_BARS]
     figure, axes = _figure(1.2 + 0.27 * len(slowest))
     shown = [
         times for layer in slowest for times in (layer.forward, layer.backward) if times is not None

@@ -43,21 +43,19 @@ class MetricsWriter(ReadingWindow):
         window_steps: int,
         step_now: Callable[[], int],
         without_curve: frozenset[str] = frozenset(),
-        now_s: Callable[[], float] = monotonic,
     ) -> None:
         super().__init__(window_steps)
         self._loggers = list(loggers)
         self._step_now = step_now
         self._without_curve = without_curve
-        self._now_s = now_s
         self._names = MetricNames()
         # Values for the next window that do not come from readings.
         self._beside: dict[str, float] = {}
-        self._written_at_s = now_s()
+        self._written_at_s = monotonic()
 
     def add(self, reading: Reading) -> None:
         super().add(reading)
-        if self.is_all_new and self._now_s() - self._written_at_s >= _SECONDS_WITHOUT_PAUSE:
+        if self.is_all_new and monotonic() - self._written_at_s >= _SECONDS_WITHOUT_PAUSE:
             self._write()
 
     def add_beside(self, values: Mapping[str, float]) -> None:
@@ -73,7 +71,7 @@ class MetricsWriter(ReadingWindow):
             self._write()
 
     def _write(self) -> None:
-        self._written_at_s = self._now_s()
+        self._written_at_s = monotonic()
         n_new, self.n_new = min(self.n_new, len(self)), 0
         if not self._loggers:
             return

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph.checks.guards.changes import Change
-from lightning_cudagraph.device.shown_frames import leave_users_frames
+from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import Finding, UnsupportedError, together
 from lightning_cudagraph.timing.output.stages import AFTER_PAUSES
 from lightning_cudagraph.timing.output.summary import RunSummary

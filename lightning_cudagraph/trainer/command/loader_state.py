@@ -7,8 +7,9 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph.checks.audit.host_draws import generator_state
-from lightning_cudagraph.checks.audit.walker import Root, Scope, Walk
+from lightning_cudagraph.checks.walk.host_generators import generator_state
+from lightning_cudagraph.checks.walk.scope import Root, Scope
+from lightning_cudagraph.checks.walk.walker import Walk
 
 # A file in memory is not read, and the model and the trainer are not the loader's.
 _STOPS = (pl.Trainer, pl.LightningModule, np.memmap)

@@ -28,11 +28,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance
+from lightning_cudagraph.checks.audit.calls.seeds import SEEDED
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
-from lightning_cudagraph.checks.audit.host_draws import SEEDED
-from lightning_cudagraph.checks.audit.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.audit.read_remedies import Remedy
-from lightning_cudagraph.checks.audit.walker import Root
+from lightning_cudagraph.checks.walk.host_objects import VALUES, attributes_of, is_users_class
+from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
 from lightning_cudagraph.errors import CaptureError

@@ -34,7 +34,7 @@ from lightning_cudagraph.compat.features import CAPTURES, EVALUATION
 from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _MockOptimizer
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.device.sentry.first_refusal import refuse_together
+from lightning_cudagraph.device.refusals.first_refusal import refuse_together
 from lightning_cudagraph.errors import UnsupportedError, see
 from lightning_cudagraph.optim.compiled import is_compiled
 from lightning_cudagraph.processes.ddp import COMM_HOOKS, check_wrapper

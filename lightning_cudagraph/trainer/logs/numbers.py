@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_cudagraph.device.sentry.first_refusal import found_at
-from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import forbid, found_at
 from lightning_cudagraph.errors import see
 
 _What = tuple[str, int]  # a description, and an index among numbers of the same description

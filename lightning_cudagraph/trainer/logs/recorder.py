@@ -38,7 +38,7 @@ from lightning_cudagraph.trainer.metrics.calls import Later
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 
 
-class _Recorder(_ResultCollection):
+class _LogRecorder(_ResultCollection):
     """Recorder of logged values; it replaces the loop's results during a capture."""
 
     def __init__(self, results: _ResultCollection, logged: LoggedNumbers) -> None:
@@ -103,7 +103,7 @@ class Logs:
     @property
     def _results(self) -> _ResultCollection:
         results: _ResultCollection = self._loop._results
-        return results.instead_of if isinstance(results, _Recorder) else results
+        return results.instead_of if isinstance(results, _LogRecorder) else results
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -208,7 +208,7 @@ class Logs:
         loop = self._loop
         connector = self._trainer._logger_connector
         results, current_fx = loop._results, connector._current_fx
-        recorder = _Recorder(results, self._numbers)
+        recorder = _LogRecorder(results, self._numbers)
         to_tensor = getattr(self._module, TO_TENSOR)
         if capturing:
             self._numbers.begin_capture((place, _shapes(batch)))
@@ -282,7 +282,7 @@ class Logs:
     ) -> tuple[list[LoggedValue], int | None]:
         """The packed values with their batch sizes, and the size that Lightning finds for the batch."""
         results = self._results
-        finder = _Recorder(results, self._numbers)  # so that `results` is not changed
+        finder = _LogRecorder(results, self._numbers)  # so that `results` is not changed
         logged, found = [], None
         for index, value in packed.items():
             event = events[index]

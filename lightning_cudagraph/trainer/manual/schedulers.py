@@ -13,8 +13,8 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cudagraph.device.sentry.first_refusal import refuse
-from lightning_cudagraph.device.sentry.sentry import user_location
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import refuse
 from lightning_cudagraph.errors import CaptureError, Location, see
 from lightning_cudagraph.graphed_step.surroundings import optimizer_inside
 from lightning_cudagraph.tensors.host_values import HostValue

@@ -27,7 +27,7 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import in_place, patch_method
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
-from lightning_cudagraph.device.sentry.sentry import user_location
+from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.errors import UnsupportedError, Wording, see
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, StepRecorder, StepResult

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_cudagraph.compat.names.torch_names import TreeSpec, tree_flatten, tree_leaves, tree_map
-from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.errors import CaptureError, see
 from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
 from lightning_cudagraph.trainer.metrics.of_model import metrics_of

@@ -19,7 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
-from lightning_cudagraph.device.sentry.sentry import is_users, user_frame
+from lightning_cudagraph.device.lines.user_lines import is_users, user_frame
 from lightning_cudagraph.errors import Location
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep

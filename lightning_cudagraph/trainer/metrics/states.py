@@ -21,7 +21,8 @@ from lightning_cudagraph.compat.attributes import bound, setting
 from lightning_cudagraph.compat.features import COUNTED_CLASSES, METRICS
 from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.device.backend import Backend
-from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.errors import Location
 from lightning_cudagraph.tensors.batch import map_leaves, refuse_hidden_tensors
 from lightning_cudagraph.tensors.host_values import value_of

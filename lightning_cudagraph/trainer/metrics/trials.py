@@ -22,7 +22,8 @@ from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
-from lightning_cudagraph.device.sentry.sentry import forbid, user_location
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.tensors.batch import map_leaves
 from lightning_cudagraph.tensors.state import StaticState

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cudagraph.checks.audit.host_objects import VALUES, lineage, namespace_of
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.walk.host_objects import VALUES, lineage, namespace_of
 
 _NUMBERS = (int, float, bool)
 _NO_OBJECTS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)

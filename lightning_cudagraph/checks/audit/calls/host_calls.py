@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import io
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from random import Random
@@ -46,7 +45,7 @@ from lightning_cudagraph.checks.audit.calls.rules import (
     lost_effect,
     short_name,
 )
-from lightning_cudagraph.checks.audit.host_draws import SEEDED, generator_state, holds_iterator, seeds
+from lightning_cudagraph.checks.audit.calls.seeds import SEEDED, seeds
 from lightning_cudagraph.checks.audit.host_lines import (
     CHANGES,
     NUMPYS_OWN,
@@ -56,16 +55,15 @@ from lightning_cudagraph.checks.audit.host_lines import (
     stores,
 )
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
-from lightning_cudagraph.checks.audit.parts import Moved
-from lightning_cudagraph.checks.audit.read_remedies import (
-    OF_CLOCKS,
-    afterwards,
-    remedy_of_read,
-)
-from lightning_cudagraph.checks.audit.walker import Namespace, Root, Walk
-from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.device.sentry.first_refusal import refuse
-from lightning_cudagraph.device.sentry.sentry import forbid, is_installed, user_frame
+from lightning_cudagraph.checks.audit.read_remedies import OF_CLOCKS, afterwards, remedy_of_read
+from lightning_cudagraph.checks.walk.held_iterators import holds_iterator
+from lightning_cudagraph.checks.walk.host_generators import generator_state
+from lightning_cudagraph.checks.walk.parts import Moved
+from lightning_cudagraph.checks.walk.scope import Namespace, Root
+from lightning_cudagraph.checks.walk.walker import Walk
+from lightning_cudagraph.compat.attributes import OfThread, setting
+from lightning_cudagraph.device.lines.user_lines import is_installed, user_frame
+from lightning_cudagraph.device.refusals.first_refusal import forbid, refuse
 from lightning_cudagraph.errors import CaptureError, Location
 
 _DYNAMO = ("torch._compile", "torch._dynamo")
@@ -73,11 +71,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 _FRAMEWORKS = Origin.FRAMEWORKS
 
 
-class _OfThread(threading.local):
-    receivers: Mapping[int, Any] = {}
-
-
-_here = _OfThread()
+_receivers: OfThread[Mapping[int, Any]] = OfThread({})
 
 
 def uses_refused(receivers: Mapping[int, Any]) -> AbstractContextManager[None]:
@@ -85,7 +79,7 @@ def uses_refused(receivers: Mapping[int, Any]) -> AbstractContextManager[None]:
 
     No walk sees their state, such as that of a database connection.
     """
-    return setting(_here, receivers=receivers)
+    return setting(_receivers, value=receivers)
 
 
 class HostCalls:
@@ -121,7 +115,7 @@ class HostCalls:
         self._numpys: dict[int, Any] = {}  # by frame of a package's function that the user's code calls
         self._allowed_code: set[int] = set()
         self._globals: set[tuple[int, str]] = set()
-        self._refused_uses = _here.receivers
+        self._refused_uses = _receivers.value
         self.mentioned = MentionedNames()
 
     def __enter__(self) -> HostCalls:

@@ -7,7 +7,7 @@ from enum import Enum
 from types import FrameType
 
 from lightning_cudagraph.checks.audit.calls.known_calls import RECORDERS
-from lightning_cudagraph.device.sentry.sentry import is_users
+from lightning_cudagraph.device.lines.user_lines import is_users
 
 _WRITERS = RECORDERS | {"numpy", "tqdm", "rich"}
 _STDLIB_DIR = os.path.dirname(os.path.abspath(os.__file__)) + os.sep

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.checks.audit.host_lines import line_that_returns_none
 from lightning_cudagraph.compat.attributes import setting
+from lightning_cudagraph.device.refusals.first_refusal import going_on
 from lightning_cudagraph.device.sentry.compiled import recompilation
-from lightning_cudagraph.device.sentry.first_refusal import going_on
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError, see
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, names_a_class, value_of

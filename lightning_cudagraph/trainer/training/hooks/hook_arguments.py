@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_cudagraph.compat.attributes import do_nothing
+
 # Names by which code can reach its own variables without naming them.
 _READS_ALL = frozenset(
     {
@@ -25,11 +27,8 @@ _READS_ALL = frozenset(
 )
 
 
-def _nothing() -> None:
-    """Is decorated, to find the modules of decorators that pass all arguments on."""
-
-
-_decorated: tuple[Any, ...] = (torch.no_grad()(_nothing), rank_zero_only(_nothing))
+# Decorated, to find the modules of decorators that pass all arguments on.
+_decorated: tuple[Any, ...] = (torch.no_grad()(do_nothing), rank_zero_only(do_nothing))
 _PASSING_ON = frozenset(function.__globals__["__name__"] for function in _decorated)
 
 

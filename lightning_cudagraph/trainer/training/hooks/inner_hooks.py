@@ -25,6 +25,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_cudagraph.compat.attributes import do_nothing
 from lightning_cudagraph.compat.method_patches import in_place
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
@@ -73,10 +74,6 @@ class _AutogradOfLoss(OwnFunctionMode):
         if func in _OF_AUTOGRAD and any(leaf is self._loss for leaf in tree_iter((args, kwargs))):
             self._found()
         return func(*args, **(kwargs or {}))
-
-
-def _nothing(*args: Any) -> None:
-    """Replaces a hook during a capture."""
 
 
 class InnerHooks:
@@ -201,10 +198,10 @@ class InnerHooks:
             stand_in = self._before_backward(at_break)
             for callback in self._overriding("on_before_backward"):
                 stack.enter_context(in_place(callback, "on_before_backward", stand_in))
-                stand_in = _nothing  # all of them run at the graph break of the first one
+                stand_in = do_nothing  # all of them run at the graph break of the first one
             if self.after_backward:
                 for owner in (*self._overriding("on_after_backward"), self._module):
-                    stack.enter_context(in_place(owner, "on_after_backward", _nothing))
+                    stack.enter_context(in_place(owner, "on_after_backward", do_nothing))
             elif is_overridden("on_after_backward", self._module, pl.LightningModule):
                 original = self._module.on_after_backward
 

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_cudagraph.optim.forms import attributes_and_items
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
 
@@ -59,11 +60,7 @@ def _is_of_torch(scheduler: Any) -> bool:
     classes = type(scheduler).__mro__[:-1]
     if not all(f"{cls.__module__}.".startswith((*_KNOWN, "abc.", "typing.")) for cls in classes):
         return False
-    members = [
-        member
-        for value in vars(scheduler).values()
-        for member in (value if isinstance(value, (list, tuple)) else [value])
-    ]
+    members = attributes_and_items(scheduler)
     inner = [member for member in members if isinstance(member, LRScheduler)]
     functions = [m for m in members if callable(m) and not isinstance(m, (type, LRScheduler))]
     return all(map(_is_of_torch, inner)) and all(is_known(f) or _sees_numbers(f) for f in functions)

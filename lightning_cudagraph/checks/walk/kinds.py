@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_cudagraph.checks.audit.host_draws import generator_state, is_iterator
-from lightning_cudagraph.checks.audit.host_objects import (
+from lightning_cudagraph.checks.walk.held_iterators import is_iterator
+from lightning_cudagraph.checks.walk.host_generators import generator_state
+from lightning_cudagraph.checks.walk.host_objects import (
     UNSET,
     VALUES,
     attributes_of,
@@ -30,7 +31,8 @@ from lightning_cudagraph.checks.audit.host_objects import (
     slot_value,
     slots_of,
 )
-from lightning_cudagraph.checks.audit.parts import SETS, ById, Inside, Item, Node, Parts
+from lightning_cudagraph.checks.walk.parts import SETS, ById, Inside, Item, Node, Parts
+from lightning_cudagraph.compat.attributes import do_nothing
 
 # Compared by the value that `_hidden` reads, and by nothing else.
 READ_WHOLE = (StringIO, BytesIO, torch.Generator, logging.Logger)
@@ -83,7 +85,7 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
         holder = None
         read = lambda: {"": hidden()}  # noqa: E731
         if is_iterator(value) and not how.is_fixed:
-            write = _nothing  # during a capture a `HeldIterator` replaces it, and refuses draws
+            write = do_nothing  # during a capture a `HeldIterator` replaces it, and refuses draws
     elif kind is FunctionType:
         read = lambda: _of_function(value)  # noqa: E731
     elif kind is CellType:
@@ -105,7 +107,7 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
         if not _is_read_only(value):
             write = lambda parts: _write_bytes(value, parts[""])  # noqa: E731
     elif slots_of(kind) and not _has_state_in_c(kind):
-        read, write = dict, _nothing  # it has the slots alone
+        read, write = dict, do_nothing  # it has the slots alone
     else:
         read, write = (lambda: _referents(value)), None
     if not how.is_attributes and not issubclass(kind, type) and (slots := slots_of(kind)):
@@ -118,10 +120,6 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
 # Larger objects and buffers are compared after pauses, not before each replay.
 _QUICK_MEMBERS = 4096
 _QUICK_BYTES = 1 << 16
-
-
-def _nothing(parts: Parts) -> None:
-    pass
 
 
 def _write_attributes(attributes: dict[str, Any], parts: Parts) -> None:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_cudagraph.device.sentry.sentry import is_user_code
+from lightning_cudagraph.device.lines.user_lines import is_user_code
 
 UNSET = object()
 

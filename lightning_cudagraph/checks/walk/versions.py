@@ -17,13 +17,13 @@ import torch
 def _version_getter() -> Callable[[dict[Any, Any]], int] | None:
     """The function that reads the version of a dictionary; None if it is missing or misses writes."""
 
-    class Probe:
+    class Holder:
         """An object with attributes, and a class with functions."""
 
     try:
         guards: Any = torch._C._dynamo.guards
         version: Callable[[dict[Any, Any]], int] = guards.dict_version
-        probe, plain = Probe(), {0: 0}
+        probe, plain = Holder(), {0: 0}
         own: Any = vars(probe)
         probe.value = 0  # type: ignore[attr-defined]
 

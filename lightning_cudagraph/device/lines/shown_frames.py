@@ -10,7 +10,7 @@ import os
 import sys
 from types import TracebackType
 
-from lightning_cudagraph.device.sentry.sentry import is_installed, is_users
+from lightning_cudagraph.device.lines.user_lines import is_installed, is_users
 from lightning_cudagraph.errors import UnsupportedError
 
 _SETTING = "CUDAGRAPH_TRACEBACK"

@@ -12,7 +12,7 @@ from math import copysign
 from types import MethodType
 from typing import Any, NamedTuple
 
-from lightning_cudagraph.checks.audit.host_objects import UNSET, VALUES
+from lightning_cudagraph.checks.walk.host_objects import UNSET, VALUES
 
 # Among ignored names: a wildcard for all that begin with an underscore.
 PRIVATE = "_*"

@@ -88,7 +88,7 @@ _READERS = (
 
 
 @dataclass(frozen=True)
-class Call:
+class TorchCall:
     """A call of a function of torch."""
 
     func: Any
@@ -112,16 +112,20 @@ class _Use:
     """
 
     what: str
-    fits: Callable[[Call, Location], bool]
+    fits: Callable[[TorchCall, Location], bool]
     remedy: str
 
 
-def _is_slice(call: Call, part: str) -> bool:
+def _is_slice(call: TorchCall, part: str) -> bool:
     """True if a tensor is the `start` or the `stop` of a slice in an index."""
+    return any(isinstance(i, slice) and isinstance(getattr(i, part), Tensor) for i in _indices(call))
+
+
+def _indices(call: TorchCall) -> tuple[Any, ...]:
+    """The indices of a call that reads or writes items; empty for another."""
     if call.name not in ("__getitem__", "__setitem__"):
-        return False
-    indices = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    return any(isinstance(i, slice) and isinstance(getattr(i, part), Tensor) for i in indices)
+        return ()
+    return call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
 
 
 def _lines_below(where: Location) -> str:
@@ -281,21 +285,18 @@ def _is_branch(where: Location) -> bool:
     return re.search(r"^(if|elif) |\bif\b.*\belse\b", where.source) is not None
 
 
-def _reads_index(call: Call) -> bool:
+def _reads_index(call: TorchCall) -> bool:
     """True for an index that is a whole number on the device."""
-    if call.name not in ("__getitem__", "__setitem__"):
-        return False
-    indices = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    return any(isinstance(i, Tensor) and not i.dim() and i.dtype != torch.bool for i in indices)
+    return any(isinstance(i, Tensor) and not i.dim() and i.dtype != torch.bool for i in _indices(call))
 
 
-def _writes_item(call: Call, where: Location) -> bool:
+def _writes_item(call: TorchCall, where: Location) -> bool:
     return (
         call.name == "__setitem__" or re.match(r"[^=]*\]\s*[-+*/%@|&^]{1,2}=", where.source) is not None
     )
 
 
-def of_use(call: Call | None, where: Location | None, words: Words) -> Words:
+def of_use(call: TorchCall | None, where: Location | None, words: Words) -> Words:
     """The words for a read by what the value is read for, if that is known; else the given ones."""
     if call is None or where is None:
         return words

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.compat.private_names import found_or_stand_in
-
-Words = tuple[str, str]  # the description for the user, and the remedy
+from lightning_cudagraph.device.refusals.host_reads import Words
 
 
 def _product(name: str, by: str) -> Words:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lightning_cudagraph.device.backend import Between
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import HostWork
-
-# Called at each graph break of a replay, with the index of the break.
-Between = Callable[[int], None]
 
 
 class CudaParts:

@@ -4,7 +4,7 @@ The garbage collector lists the referents of every object that can hold others: 
 variables of closures and of suspended generators, entries of caches, fields of extension types. The
 buffer protocol shows the bytes of objects that hold numbers. So a value is found wherever it is kept,
 without code for the class that keeps it. Iterators, context variables, weak references, locks and files
-in memory hide state from both, and are read in ways of their own (`parts.py`).
+in memory hide state from both, and are read in ways of their own (`kinds.py`).
 
 Not entered: library functions, tensors (a graph reads their memory), and framework objects that change
 in every step by themselves, such as a trainer. Of these, of imported modules, and of classes and layers
@@ -13,17 +13,14 @@ of libraries, only parts under names that the step mentions are compared.
 
 from __future__ import annotations
 
-import gc
 import logging
 import operator
 import sys
-from bisect import bisect_right
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from io import FileIO, TextIOWrapper
-from itertools import accumulate, chain
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -35,7 +32,7 @@ from types import (
     TracebackType,
     WrapperDescriptorType,
 )
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,29 +41,25 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph.checks.audit.host_draws import (
-    HeldIterator,
-    generator_state,
-    holds_iterator,
-    is_iterator,
-)
-from lightning_cudagraph.checks.audit.host_objects import (
+from lightning_cudagraph.checks.walk.held_iterators import HeldIterators
+from lightning_cudagraph.checks.walk.host_generators import generator_state
+from lightning_cudagraph.checks.walk.host_objects import (
     PLAIN_OF_PYTHON,
     VALUES,
     attributes_of,
-    dict_behind,
     is_users_class,
     lineage,
     namespace_of,
     slot_value,
     slots_of,
 )
-from lightning_cudagraph.checks.audit.kinds import PROXIES, READ_WHOLE, How, node_of
-from lightning_cudagraph.checks.audit.parts import Item, Moved, Node, items_of, joined
-from lightning_cudagraph.checks.audit.versions import Versions
+from lightning_cudagraph.checks.walk.kinds import PROXIES, READ_WHOLE, How, node_of
+from lightning_cudagraph.checks.walk.parts import Item, Moved, Node, items_of, joined
+from lightning_cudagraph.checks.walk.quick import QuickComparison
+from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
-from lightning_cudagraph.device.sentry.sentry import is_users
-from lightning_cudagraph.tensors.layouts import Layouts, layout_of
+from lightning_cudagraph.device.lines.user_lines import is_users
+from lightning_cudagraph.tensors.layouts import layout_of
 
 # Not entered: these change in every step by themselves; writes to logs and files are refused when made.
 _STOPS = (
@@ -87,76 +80,6 @@ _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque, FunctionType, MethodType, CellType, partial)
 # Labels of parts that are compared by identity, and entered by code of their own.
 _OWN = ("__class__", "__dict__")
-
-
-class Namespace:
-    """A dictionary of names, such as a module's globals, of which only mentioned names are compared."""
-
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.names = names
-
-
-@dataclass(slots=True, eq=False)
-class Root:
-    """An object at which a walk starts or continues.
-
-    Attributes:
-        path: its path; empty if the names of its attributes stand alone.
-        of: the start of the path, in words.
-        left_out: names of attributes, or keys of a dictionary, that are not compared.
-        is_entered: enter it even if objects of its class are not entered.
-        reads: names that the step mentions for its attributes; None for those of the scope.
-        is_read: the step can have read it, by the names that it mentions.
-        by_name: here and below, compare only attributes that the step can have read.
-        is_fixed: its holder cannot be given another object instead of it.
-    """
-
-    value: Any
-    path: str
-    of: str
-    left_out: frozenset[str] = frozenset()
-    is_entered: bool = False
-    reads: frozenset[str] | None = None
-    is_read: bool = True
-    by_name: bool = False
-    is_fixed: bool = False
-
-
-def _no_roots(module: nn.Module, path: str, of: str) -> Iterable[Root]:
-    return ()
-
-
-def _nothing(value: dict[Any, Any]) -> frozenset[str]:
-    return frozenset()
-
-
-class Scope(NamedTuple):
-    """The limits of a walk.
-
-    Attributes:
-        stops: more classes whose objects are entered only by name.
-        ignored: parts that are not compared, as pairs of a path's start (in words) and the path; with
-            `items_of` a path, all items of a container.
-        reads: names that the step mentions.
-        modules: the roots for a module that is found outside of the model.
-        omitted: the keys that are left out of a dictionary that is compared by name.
-        in_capture: the walk watches a captured step. It enters containers and objects of the user's
-            classes, but no library objects, which fill caches; draws from host generators count as
-            changes; and until `release` iterators are replaced by ones that refuse draws.
-        harmless: paths of iterators that are not replaced.
-        enters: classes whose objects are entered, although walks stop at them by default.
-    """
-
-    stops: tuple[type, ...] = ()
-    ignored: Collection[tuple[str, str]] = ()
-    reads: frozenset[str] = frozenset()
-    modules: Callable[[nn.Module, str, str], Iterable[Root]] = _no_roots
-    omitted: Callable[[dict[Any, Any]], frozenset[str]] = _nothing
-    in_capture: bool = False
-    harmless: frozenset[str] = frozenset()
-    enters: tuple[type, ...] = ()
-
-
 _EVERYTHING = Scope()
 
 
@@ -188,7 +111,7 @@ class Walk:
         self._seen: dict[int, Any] = {}  # by id; holds the objects, so that no id is reused
         self._nodes: list[Node] = []
         self._owners: dict[int, Any] = {}
-        self._held_back: dict[int, tuple[Any, Any]] = {}  # by id: a replacement, and what it replaces
+        self._held = HeldIterators(self._scope.harmless)
         self._picked: list[Node] = []
         self._tensors: list[Node] = []
         # Objects that the step can have read come first, so that any path to them marks them as read.
@@ -233,17 +156,12 @@ class Walk:
         """True if this very object is compared."""
         return self._owners.get(id(holder), self) is holder
 
-    def changes(self, everything: bool = True) -> list[Moved]:
-        """The parts that differ from the record.
+    def changes(self) -> list[Moved]:
+        """The parts that differ from the record."""
+        return [moved for node in self._all_nodes() for moved in self._of(node)]
 
-        Args:
-            everything: compare large objects and buffers too.
-        """
-        return [moved for node in self._compared_nodes(everything) for moved in self._of(node)]
-
-    def _compared_nodes(self, everything: bool) -> list[Node]:
-        nodes = (*self._nodes, *self._picked, *self._tensors)
-        return [node for node in nodes if everything or not node.is_large]
+    def _all_nodes(self) -> list[Node]:
+        return [*self._nodes, *self._picked, *self._tensors]
 
     def _of(self, node: Node) -> Iterator[Moved]:
         ignored = self._scope.ignored
@@ -251,94 +169,49 @@ class Walk:
 
     def record_again(self) -> None:
         """Record the present parts of the same objects."""
-        for node in self._compared_nodes(everything=True):
+        for node in self._all_nodes():
             node.parts = node.read()
 
     def put_back(self) -> None:
         """Restore all recorded parts."""
-        for node in self._compared_nodes(everything=True):
+        for node in self._all_nodes():
             node.put_back(node.parts)
 
     def release(self) -> None:
         """Put the iterators back."""
         for node in (*self._nodes, *self._picked):
-            self._exchange(
-                node, lambda v: id(v) in self._held_back, lambda v, _: self._held_back[id(v)][1]
-            )
+            self._held.put_back(node)
 
-    # ---- the comparison before each replay, in C over all objects at once
+    # ---- the comparison before each replay
 
     def quick_changes(self, everything: bool = False) -> list[Moved]:
         """The same as `changes`, fast if nothing has changed. Needs `be_quick` first.
 
         Equal objects that replaced recorded ones are recorded instead of them.
+
+        Args:
+            everything: compare large objects and buffers too.
         """
-        written = self._dicts.changed()
-        moved = self._moved_nodes()
-        suspects = [*(self._in_dicts[index] for index in written), *moved]
-        nodes = [*suspects, *self._read, *(self._large if everything else ())]
-        found = [moved for node in nodes for moved in self._of(node)]
+        quick = self._quick
+        written = quick.dicts.changed()
+        moved = quick.moved()
+        suspects = [*(quick.in_dicts[index] for index in written), *moved]
+        nodes = [*suspects, *quick.read, *(quick.large if everything else ())]
+        found = [change for node in nodes for change in self._of(node)]
         if suspects and not found:
             ignored = self._scope.ignored
             if any((node.of, path) not in ignored for node in suspects for path in node.others()):
                 self._begin()  # enter the new objects, which can change by themselves
                 self.be_quick()
             elif moved:
-                self._remember()
+                quick.remember()
             else:
-                self._dicts.remember(written)
+                quick.dicts.remember(written)
         return found
 
     def be_quick(self) -> None:
         """Prepare `quick_changes`: compare all parts at once in C from now on."""
-        held = [node for node in self._nodes if node.holder is not None and not node.is_large]
-        of_dicts = [node for node in held if type(node.holder) is dict]
-        self._in_dicts = [*of_dicts, *self._picked]
-        self._held = [node for node in held if type(node.holder) is not dict]
-        self._holders = [node.holder for node in self._held]
-        self._ordered: list[Any] = [
-            OrderedDict.keys(h) for h in self._holders if issubclass(type(h), OrderedDict)
-        ]
-        self._ordered += [dict.keys(h) for h in self._holders if issubclass(type(h), dict)]
-        self._read = [node for node in self._nodes if node.holder is None and not node.is_large]
-        self._large = [node for node in self._nodes if node.is_large]
-        self._layouts = Layouts([node.owner for node in self._tensors])
-        self._dicts = Versions(
-            [dict_behind(node.holder) for node in self._in_dicts],
-            [*(None for _ in of_dicts), *(node.reads for node in self._picked)],
-        )
-        self._remember()
-
-    def _remember(self) -> None:
-        self._dicts.remember(self._dicts.changed())
-        self._were = self._referents()
-        counts = [len(gc.get_referents(holder)) for holder in self._holders]
-        self._ends = [*accumulate(counts)] or [0]
-
-    def _referents(self) -> list[Any]:
-        # The garbage collector does not show keys that are strings.
-        return [*gc.get_referents(*self._holders), *chain.from_iterable(self._ordered)]
-
-    def _moved_nodes(self) -> list[Node]:
-        """The nodes that can have changed, without those of dictionaries."""
-        suspects: list[Node] = []
-        now = self._referents()
-        if len(now) != len(self._were):
-            suspects += self._held
-        elif not all(map(operator.is_, now, self._were)):
-            positions = [i for i, one in enumerate(map(operator.is_, now, self._were)) if not one]
-            suspects += self._at(positions)
-        if self._tensors and self._layouts.changed([node.owner for node in self._tensors]):
-            suspects += self._tensors
-        return suspects
-
-    def _at(self, positions: list[int]) -> list[Node]:
-        """The nodes of the parts at some positions of the list of referents."""
-        if positions[-1] >= self._ends[-1]:
-            return self._held  # a key differs, of any node
-        return [
-            self._held[index] for index in sorted({bisect_right(self._ends, at) for at in positions})
-        ]
+        self._quick = QuickComparison(self._nodes, self._picked, self._tensors)
 
     # ---- entering objects
 
@@ -474,7 +347,7 @@ class Walk:
 
         node = Node(space, owner, root.path, root.of, read, write, reads=names, is_read=root.is_read)
         if self._scope.in_capture:
-            self._exchange(node, holds_iterator, partial(self._replacement, node.of))
+            self._held.hold(node)
         self._picked.append(node)
         self._queue_parts(node, replace(root, by_name=by_name))
 
@@ -493,7 +366,7 @@ class Walk:
 
     def _take(self, node: Node, root: Root) -> None:
         if self._scope.in_capture and node.write is not None:
-            self._exchange(node, holds_iterator, partial(self._replacement, node.of))
+            self._held.hold(node)
         self._nodes.append(node)
         self._owners.setdefault(id(node.owner), node.owner)
         self._queue_parts(node, root)
@@ -522,29 +395,3 @@ class Walk:
                     is_fixed=is_fixed,
                 )
             )
-
-    def _replacement(self, of: str, value: Any, path: str) -> Any:
-        """The replacement for an iterator, or for a tuple with iterators."""
-        if not holds_iterator(value) or path in self._scope.harmless:
-            return value
-        if is_iterator(value):
-            held: Any = HeldIterator(value, path, of)
-        else:
-            parts = (
-                self._replacement(of, part, joined(path, Item(at))) for at, part in enumerate(value)
-            )
-            held = tuple.__new__(type(value), parts)
-        self._held_back[id(held)] = held, value
-        return held
-
-    def _exchange(self, node: Node, old: Callable[[Any], bool], new: Callable[[Any, str], Any]) -> None:
-        """Replace every part for which `old` is true with `new` of it and its path."""
-        parts = node.read() if node.write is not None and not node.draws else {}
-        if any(map(old, parts.values())):
-            assert node.write is not None
-            changed = {
-                label: new(part, joined(node.path, label)) if old(part) else part
-                for label, part in parts.items()
-            }
-            node.write(changed)
-            node.parts = node.read()

@@ -9,14 +9,15 @@ it is gathered then, and the step goes on, for real.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.errors import Finding, Location, UnsupportedError
+from lightning_cudagraph.compat.attributes import OfThread, setting
+from lightning_cudagraph.errors import CaptureError, Finding, Location, UnsupportedError
 from lightning_cudagraph.tensors.host_values import names_a_class
+
+_NOWHERE = ", in code called by torch, with no line of yours in it"
 
 
 @dataclass
@@ -62,17 +63,13 @@ class Gathered:
         self.findings += others
 
 
-class _OfThread(threading.local):
-    gathered: Gathered | None = None
-
-
 _under_way: list[FirstRefusal] = []
-_here = _OfThread()
+_gathered: OfThread[Gathered | None] = OfThread(None)
 
 
 def is_gathering() -> bool:
     """True if refusals in this thread are gathered instead of raised."""
-    return _here.gathered is not None
+    return _gathered.value is not None
 
 
 def refuse(error: UnsupportedError, subject: Hashable = None) -> None:
@@ -83,15 +80,33 @@ def refuse(error: UnsupportedError, subject: Hashable = None) -> None:
             what the text of the error tells from all others.
     """
     error.subject = subject
-    if _here.gathered is None:
+    if _gathered.value is None:
         raise refused(error)
-    _here.gathered.add(error)
+    _gathered.value.add(error)
+
+
+def forbid(what: str, remedy: str, location: Location | None, subject: Hashable = None) -> None:
+    """Refuse something in a step that a CUDA graph cannot hold; see `refuse`."""
+    refuse(forbidden(what, remedy, location), subject)
+
+
+def forbidden(what: str, remedy: str, location: Location | None) -> CaptureError:
+    """The error for something in a step that a CUDA graph cannot hold."""
+    where = "" if location else _NOWHERE
+    return CaptureError(f"A CUDA graph cannot hold {what}{where}.", remedy, location=location)
+
+
+def located(error: UnsupportedError, location: Location | None) -> None:
+    """Give an error that has no line the one that was found for it, if there is one."""
+    if location is not None:
+        error.location = location
+        error.what = error.what.replace(_NOWHERE, "")
 
 
 def refused(error: UnsupportedError) -> UnsupportedError:
     """Record an error that is about to be raised, if it is the innermost step's first."""
-    if _here.gathered is not None:
-        _here.gathered.add(error)
+    if _gathered.value is not None:
+        _gathered.value.add(error)
     elif _under_way and _under_way[-1].first is None:
         _under_way[-1].first = error
     return error
@@ -99,7 +114,7 @@ def refused(error: UnsupportedError) -> UnsupportedError:
 
 def found_at(where: Location | None) -> bool:
     """True if something on the same line of the user's has been gathered."""
-    found = [] if _here.gathered is None or where is None else _here.gathered.findings
+    found = [] if _gathered.value is None or where is None else _gathered.value.findings
     lines = [finding.location for finding in found if finding.location is not None]
     return where is not None and (where.path, where.line) in [(at.path, at.line) for at in lines]
 
@@ -107,11 +122,11 @@ def found_at(where: Location | None) -> bool:
 @contextmanager
 def gathering(found: Gathered) -> Iterator[None]:
     """Gather what this thread refuses inside the `with` block."""
-    before, _here.gathered = _here.gathered, found
+    before, _gathered.value = _gathered.value, found
     try:
         yield
     finally:
-        _here.gathered = before
+        _gathered.value = before
         found.is_behind = False
 
 
@@ -129,7 +144,7 @@ def going_on() -> Iterator[None]:
 @contextmanager
 def one_finding() -> Iterator[None]:
     """Refuse nothing inside the `with` block, which is a part of what has just been gathered."""
-    found = _here.gathered
+    found = _gathered.value
     if found is None or found.is_quiet:
         yield
         return
@@ -159,8 +174,8 @@ def _error_of(check: Callable[[], object]) -> UnsupportedError | None:
 
 def backward_ended() -> None:
     """Mark all that is gathered from now on as after the backward pass."""
-    if _here.gathered is not None:
-        _here.gathered.is_behind = True
+    if _gathered.value is not None:
+        _gathered.value.is_behind = True
 
 
 @contextmanager

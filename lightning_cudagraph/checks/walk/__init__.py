@@ -1,0 +1,1 @@
+"""Walks over the objects that a step reaches: a record of their parts, and the comparison with it."""

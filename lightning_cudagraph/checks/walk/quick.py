@@ -1,0 +1,77 @@
+"""The comparison of all recorded objects at once, in C, before each replay."""
+
+from __future__ import annotations
+
+import gc
+import operator
+from bisect import bisect_right
+from collections import OrderedDict
+from itertools import accumulate, chain
+from typing import Any
+
+from lightning_cudagraph.checks.walk.host_objects import dict_behind
+from lightning_cudagraph.checks.walk.parts import Node
+from lightning_cudagraph.checks.walk.versions import Versions
+from lightning_cudagraph.tensors.layouts import Layouts
+
+
+class QuickComparison:
+    """The nodes of a walk, and what of them can have changed.
+
+    Attributes:
+        dicts: the versions of the dictionaries `in_dicts`.
+        read: the nodes that are read one by one.
+        large: the nodes that are compared after pauses only.
+    """
+
+    def __init__(self, nodes: list[Node], picked: list[Node], tensors: list[Node]) -> None:
+        held = [node for node in nodes if node.holder is not None and not node.is_large]
+        of_dicts = [node for node in held if type(node.holder) is dict]
+        self.in_dicts = [*of_dicts, *picked]
+        self._held = [node for node in held if type(node.holder) is not dict]
+        self._holders = [node.holder for node in self._held]
+        self._ordered: list[Any] = [
+            OrderedDict.keys(h) for h in self._holders if issubclass(type(h), OrderedDict)
+        ]
+        self._ordered += [dict.keys(h) for h in self._holders if issubclass(type(h), dict)]
+        self.read = [node for node in nodes if node.holder is None and not node.is_large]
+        self.large = [node for node in nodes if node.is_large]
+        self._tensors = tensors
+        self._layouts = Layouts([node.owner for node in tensors])
+        self.dicts = Versions(
+            [dict_behind(node.holder) for node in self.in_dicts],
+            [*(None for _ in of_dicts), *(node.reads for node in picked)],
+        )
+        self.remember()
+
+    def remember(self) -> None:
+        """Record the present parts."""
+        self.dicts.remember(self.dicts.changed())
+        self._were = self._referents()
+        counts = [len(gc.get_referents(holder)) for holder in self._holders]
+        self._ends = [*accumulate(counts)] or [0]
+
+    def _referents(self) -> list[Any]:
+        # The garbage collector does not show keys that are strings.
+        return [*gc.get_referents(*self._holders), *chain.from_iterable(self._ordered)]
+
+    def moved(self) -> list[Node]:
+        """The nodes that can have changed, without those of dictionaries."""
+        suspects: list[Node] = []
+        now = self._referents()
+        if len(now) != len(self._were):
+            suspects += self._held
+        elif not all(map(operator.is_, now, self._were)):
+            positions = [i for i, one in enumerate(map(operator.is_, now, self._were)) if not one]
+            suspects += self._at(positions)
+        if self._tensors and self._layouts.changed([node.owner for node in self._tensors]):
+            suspects += self._tensors
+        return suspects
+
+    def _at(self, positions: list[int]) -> list[Node]:
+        """The nodes of the parts at some positions of the list of referents."""
+        if positions[-1] >= self._ends[-1]:
+            return self._held  # a key differs, of any node
+        return [
+            self._held[index] for index in sorted({bisect_right(self._ends, at) for at in positions})
+        ]

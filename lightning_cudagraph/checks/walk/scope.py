@@ -1,0 +1,77 @@
+"""The roots of a walk, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Namespace:
+    """A dictionary of names, such as a module's globals, of which only mentioned names are compared."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+
+
+@dataclass(slots=True, eq=False)
+class Root:
+    """An object at which a walk starts or continues.
+
+    Attributes:
+        path: its path; empty if the names of its attributes stand alone.
+        of: the start of the path, in words.
+        left_out: names of attributes, or keys of a dictionary, that are not compared.
+        is_entered: enter it even if objects of its class are not entered.
+        reads: names that the step mentions for its attributes; None for those of the scope.
+        is_read: the step can have read it, by the names that it mentions.
+        by_name: here and below, compare only attributes that the step can have read.
+        is_fixed: its holder cannot be given another object instead of it.
+    """
+
+    value: Any
+    path: str
+    of: str
+    left_out: frozenset[str] = frozenset()
+    is_entered: bool = False
+    reads: frozenset[str] | None = None
+    is_read: bool = True
+    by_name: bool = False
+    is_fixed: bool = False
+
+
+def _no_roots(module: nn.Module, path: str, of: str) -> Iterable[Root]:
+    return ()
+
+
+def _nothing(value: dict[Any, Any]) -> frozenset[str]:
+    return frozenset()
+
+
+class Scope(NamedTuple):
+    """The limits of a walk.
+
+    Attributes:
+        stops: more classes whose objects are entered only by name.
+        ignored: parts that are not compared, as pairs of a path's start (in words) and the path; with
+            `items_of` a path, all items of a container.
+        reads: names that the step mentions.
+        modules: the roots for a module that is found outside of the model.
+        omitted: the keys that are left out of a dictionary that is compared by name.
+        in_capture: the walk watches a captured step. It enters containers and objects of the user's
+            classes, but no library objects, which fill caches; draws from host generators count as
+            changes; and until `release` iterators are replaced by ones that refuse draws.
+        harmless: paths of iterators that are not replaced.
+        enters: classes whose objects are entered, although walks stop at them by default.
+    """
+
+    stops: tuple[type, ...] = ()
+    ignored: Collection[tuple[str, str]] = ()
+    reads: frozenset[str] = frozenset()
+    modules: Callable[[nn.Module, str, str], Iterable[Root]] = _no_roots
+    omitted: Callable[[dict[Any, Any]], frozenset[str]] = _nothing
+    in_capture: bool = False
+    harmless: frozenset[str] = frozenset()
+    enters: tuple[type, ...] = ()

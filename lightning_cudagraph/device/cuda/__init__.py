@@ -1,0 +1,1 @@
+"""CUDA as the device of captures."""

@@ -1,0 +1,206 @@
+"""A graph on the CPU: the recorded ops of a step, which a replay runs again."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.compat.attributes import OfThread
+from lightning_cudagraph.device.backend import Between
+from lightning_cudagraph.device.host_work import HostWork
+from lightning_cudagraph.device.sentry.collectives import is_collective, wait_for
+from lightning_cudagraph.device.streams.dataflow import Placed
+from lightning_cudagraph.device.streams.tape import Tape
+from lightning_cudagraph.tensors.writes import storage_id, tensors_in
+
+# The graph that each thread is capturing.
+_recording: OfThread[EmulatedGraph | None] = OfThread(None)
+
+
+class HostEvent:
+    """A timing event of the host clock, instead of a CUDA event."""
+
+    def __init__(self) -> None:
+        self._time_s: float | None = None
+        self._passed: threading.Event | None = None  # set by the thread that takes the time
+
+    def record(self) -> None:
+        """Take the time now; inside a capture, whenever a replay reaches this point."""
+        graph = EmulatedGraph.recording()
+        if graph is None:
+            self.take_time()
+        else:
+            graph.tape.add_mark(self)
+
+    def take_time(self) -> None:
+        """Take the time now, even inside a capture."""
+        self._time_s = perf_counter()
+
+    def record_behind(self, work: Any) -> None:
+        """Take the time at the end of a collective, which other threads run."""
+        passed = self._passed = threading.Event()
+
+        def ended(_: Any) -> None:
+            self.take_time()
+            passed.set()
+
+        try:
+            future = work.get_future()
+        except RuntimeError:  # gloo's reduce-scatters have none
+            work.wait()
+            ended(None)
+        else:
+            future.add_done_callback(ended)
+
+    def synchronize(self) -> None:
+        """Wait for a collective; everything else ran in the calling thread, and has ended."""
+        if self._passed is not None:
+            self._passed.wait()
+
+    def query(self) -> bool:
+        """True if it has been recorded."""
+        return self._time_s is not None
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds from this event to `end`.
+
+        Raises:
+            RuntimeError: if one of them has not been recorded yet.
+        """
+        if self._time_s is None or end._time_s is None:
+            raise RuntimeError("Both events must have been recorded, by a replay of their graph.")
+        return (end._time_s - self._time_s) * 1e3
+
+
+class TapedOp:
+    """One recorded op: function, aliased arguments, and the storage of its results."""
+
+    __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, results: list[Tensor | None]) -> None:
+        self.func = func
+        self.grad_mode = torch.is_grad_enabled()  # some kernels read it (mkldnn's RNN)
+        # Composite ops pass it on to the ops that they call.
+        self.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        self.args = args
+        self.kwargs = kwargs
+        self.results = results
+
+    def run(self) -> None:
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if self.autocast is not None:
+            autocast = torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
+        with torch.set_grad_enabled(self.grad_mode), torch._C._AutoDispatchBelowAutograd(), autocast:
+            results = self.func(*self.args, **self.kwargs)
+            if is_collective(self.func):
+                wait_for(self.func, results)
+        for target, value in zip(self.results, tensors_in(results), strict=True):
+            if target is not None:
+                target.copy_(value)
+
+
+class Resize:
+    """A resize of a storage in the middle of a step, as `fully_shard` does with weights."""
+
+    __slots__ = ("size_bytes", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        self.storage = storage
+        self.size_bytes = size_bytes
+
+    def run(self) -> None:
+        plain_resize(self.storage, self.size_bytes)
+
+
+plain_resize: Any = torch.UntypedStorage.resize_
+
+
+_Tape = Tape[TapedOp | Resize | HostEvent | None]
+
+
+class EmulatedGraph:
+    """A recorded graph on the CPU, with the method names of `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, streams: int = 1) -> None:
+        self._streams = streams
+        self._parts: list[_Tape] = [Tape(streams)]
+        self.work = [HostWork()]
+        self._ops = 0
+        self._replays = 0
+        self.written: list[Tensor] = []
+
+    @staticmethod
+    def recording() -> EmulatedGraph | None:
+        """The graph that the calling thread is capturing."""
+        return _recording.value
+
+    def capture_begin(self) -> None:
+        """Make events that are recorded in this thread part of the graph."""
+        _recording.value = self
+
+    def capture_end(self) -> None:
+        """End the capture."""
+        _recording.value = None
+
+    @property
+    def tape(self) -> _Tape:
+        """The part that is being captured."""
+        return self._parts[-1]
+
+    def add(self, op: TapedOp, placed: Placed | None, result: Any, inputs: list[Tensor]) -> None:
+        """Add an op that has run."""
+        self.tape.add(op, placed, result, inputs)
+        self._ops += 1
+
+    def cut(self) -> None:
+        """End this part at a graph break, and begin the next."""
+        self._parts.append(Tape(self._streams))
+        self.work.append(HostWork())
+
+    def position(self) -> tuple[int, int]:
+        """The number of parts, and of ops in all of them."""
+        return len(self._parts), self._ops
+
+    def replay(self, between: Between | None = None) -> None:
+        """Run the recorded ops again, into the storage they used at capture.
+
+        Ops on several streams run in another order in each replay.
+        """
+        self._replays += 1
+        for index, (part, work) in enumerate(zip(self._parts, self.work, strict=True)):
+            if index > 0 and between is not None:
+                between(index - 1)
+            with work.around_launch(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+                for op in part.order(self._replays):
+                    if isinstance(op, HostEvent):
+                        op.take_time()
+                    elif op is not None:
+                        op.run()
+
+    def reset(self) -> None:
+        """Release the recorded ops and their memory."""
+        self._parts = [Tape(self._streams)]
+        self.work = [HostWork()]
+        self.written.clear()
+
+    def barriers(self) -> dict[str, int]:
+        """The ops that made all streams wait, with their counts."""
+        return dict(sum((tape.barriers for tape in self._parts), Counter[str]()))
+
+    def memory_bytes(self) -> int:
+        """Bytes of the tensors made inside the capture."""
+        storages = {
+            storage_id(t): t.untyped_storage().nbytes()
+            for part in self._parts
+            for op in part
+            if isinstance(op, TapedOp)
+            for t in op.results
+            if t is not None
+        }
+        return sum(storages.values())

@@ -1,0 +1,153 @@
+"""The recording of the ops of a step for the emulator, and the undoing of their effects."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.compat.attributes import setting
+from lightning_cudagraph.compat.names.torch_names import is_traceable_wrapper_subclass
+from lightning_cudagraph.device.emulator.emulated_graph import (
+    EmulatedGraph,
+    Resize,
+    TapedOp,
+    plain_resize,
+)
+from lightning_cudagraph.device.generators import Generators
+from lightning_cudagraph.device.kept_memory import KeptMemory
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import AskedFor, forbid
+from lightning_cudagraph.device.refusals.forbidden_ops import STORAGE
+from lightning_cudagraph.device.sentry.collectives import is_collective, only_wraps, returned_unrun
+from lightning_cudagraph.device.sentry.sentry import Sentry
+from lightning_cudagraph.tensors.writes import storage_id, tensors_in, written_by
+
+
+def _address(tensor: Tensor) -> Tensor:
+    """An alias of the tensor's present storage, even if the tensor is later set to another."""
+    return tensor.detach()
+
+
+def _addressed(value: Any, known: dict[int, Tensor]) -> Any:
+    """An argument of an op, with its tensors replaced by aliases.
+
+    Args:
+        known: aliases by the id of their tensor, so that one tensor has one alias: attention checks if
+            query, key and value are the same object.
+    """
+    if isinstance(value, Tensor):
+        return known.setdefault(id(value), _address(value))
+    if type(value) in (list, tuple):
+        return type(value)(_addressed(member, known) for member in value)
+    return value
+
+
+class Undo(KeptMemory):
+    """The contents of memory before the capture, to restore them."""
+
+    def __init__(self, generators: Generators) -> None:
+        super().__init__()
+        self._generators = generators
+        self._rng_state = generators.state(torch.get_rng_state())
+        self._sizes: list[Resize] = []
+
+    def before_resize(self, storage: torch.UntypedStorage) -> None:
+        key = int(storage._cdata)
+        if not storage.nbytes():
+            self.made_inside.add(key)  # it is empty: there is nothing to restore
+        elif key not in self.made_inside:
+            forbid(*STORAGE, user_location())
+        self._sizes.append(Resize(storage, storage.nbytes()))
+
+    def roll_back(self) -> None:
+        for size in reversed(self._sizes):
+            size.run()
+        self.put_back()
+        torch.set_rng_state(self._generators.set_extra_states(self._rng_state))
+
+
+_WRAPPER = ("which consists of other tensors, on the CPU emulator", "Use plain tensors on a CPU.")
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """True for a tensor without memory, with which DTensor infers the result of an op."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
+
+
+class OpRecorder(Sentry):
+    """Records ops below autograd and autocast: the kernels that a GPU would launch."""
+
+    def __init__(self, graph: EmulatedGraph, undo: Undo, generators: Generators) -> None:
+        super().__init__("cpu", generators)
+        self._graph = graph
+        self._undo = undo
+        self._rng_state = torch.get_rng_state()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_generator(func)
+        # A profiler's ranges are not part of a graph.
+        if func.namespace == "profiler" or only_wraps(func):
+            return func(*args, **kwargs)
+        collective = is_collective(func)
+        inputs = tensors_in(args, kwargs)
+        wrappers: list[Any] = [*inputs]
+        for kind in {type(tensor) for tensor in wrappers if is_traceable_wrapper_subclass(tensor)}:
+            forbid(f"a `{kind.__qualname__}`, {_WRAPPER[0]}", _WRAPPER[1], user_location())
+        placed = self._graph.tape.place(func, args, kwargs)
+        fake = any(map(_is_fake, inputs))
+        if not fake:
+            self._undo.before(inputs)
+        known: dict[int, Tensor] = {}
+        frozen_args = _addressed(args, known)
+        frozen_kwargs = {name: _addressed(value, known) for name, value in kwargs.items()}
+        result = returned_unrun(func, args) if collective else func(*args, **kwargs)
+        outputs = tensors_in(result)
+        if fake or any(map(_is_fake, outputs)):
+            if placed is not None:
+                self._graph.tape.add(None, placed)
+            return result
+        self._undo.after(outputs)
+        input_storages = {storage_id(t) for t in inputs}
+        # A result that shares its storage with an input is a view, or the input itself.
+        results = [None if storage_id(t) in input_storages else _address(t) for t in outputs]
+        writes = func._schema.is_mutable or written_by(func, args, kwargs)
+        is_only_a_view = outputs and not writes and all(target is None for target in results)
+        if not is_only_a_view:
+            op = TapedOp(func, frozen_args, frozen_kwargs, results)
+            self._graph.add(op, placed, result, inputs)
+        elif placed is not None:
+            self._graph.tape.add(None, placed)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._rng_state = torch.get_rng_state()
+        return result
+
+    def _check_generator(self, func: Any) -> None:
+        """Refuse a generator whose state was set: a GPU's capture can hold that, a tape cannot."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return
+        if not torch.equal(torch.get_rng_state(), self._rng_state):
+            forbid(
+                "a generator whose state is set inside the step, as activation checkpointing does with"
+                " `preserve_rng_state`, on the CPU emulator",
+                "On a GPU this can be captured. On a CPU, leave checkpointing out; or, if what is"
+                " computed twice draws no random numbers (no dropout), pass `preserve_rng_state=False`.",
+                user_location(),
+                AskedFor("checkpoint"),
+            )
+
+
+def resizes_recorded(graph: EmulatedGraph, undo: Undo) -> AbstractContextManager[None]:
+    """Record resizes of storages during a capture; there is no op for them."""
+    thread = threading.get_ident()
+
+    def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+        if threading.get_ident() == thread:
+            undo.before_resize(storage)
+            graph.tape.add_mark(Resize(storage, size_bytes))
+        return plain_resize(storage, size_bytes)
+
+    return setting(torch.UntypedStorage, resize_=resize_)
