@@ -324,8 +324,10 @@ class Captures(Generic[T]):
 
     def _captured(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._run.carried.place()
-        static = self._graphs.static_of(signature) or StaticBatch(step.batch, signature.reads)
-        static.copy_from(step.batch)
+        if (static := self._graphs.static_of(signature)) is None:
+            static = StaticBatch(step.batch, signature.reads)
+        else:
+            static.copy_from(step.batch)
 
         def capture() -> CapturedStep[T]:
             captured: CapturedStep[T] = CapturedStep(

@@ -66,7 +66,7 @@ class Replays(Generic[T]):
 
         def eagerly() -> dict[str, Tensor]:
             with step.transaction(), self._backend.on_side_stream(), undone():
-                return step.values(captured.run_eagerly(step.rehearse, step.batch))
+                return step.values(self._run_eagerly(captured, step, step.rehearse))
 
         def replay() -> tuple[T, dict[str, Tensor]]:
             nonlocal replays
@@ -88,7 +88,7 @@ class Replays(Generic[T]):
                     return step.rehearse(batch)
 
             with step.transaction(), self._backend.on_side_stream(), undone():
-                outputs = step.values(captured.run_eagerly(rehearse, step.batch))
+                outputs = step.values(self._run_eagerly(captured, step, rehearse))
             put_back_gradients()
             return captured.tape.difference, outputs
 
@@ -130,16 +130,22 @@ class Replays(Generic[T]):
         between: Callable[[T, int], None] | None,
         timed: bool,
     ) -> T:
-        batch = step.batch
+        """Copy the batch into the static batch, if it is not there yet, and replay."""
+        static, batch = captured.static, step.batch
         if timed:
             step.upcoming(captured.upcoming(True))
-            if batch is not captured.static.batch:
+            if batch is not static.batch:
                 with step.copying():
-                    captured.static.copy_from(batch)
-                batch = captured.static.batch
+                    static.copy_from(batch)
         with _NOTHING if self._around_replays is nullcontext else self._around_replays():
+            if not timed:
+                static.copy_from(batch)
             at_break = None if between is None else self._marked(between)
-            return captured.replay(batch, at_break, self._copies.handed, timed)
+            return captured.replay(at_break, self._copies.handed, timed)
+
+    def _run_eagerly(self, captured: CapturedStep[T], step: Step[T], rehearse: Callable[[Any], T]) -> T:
+        captured.static.copy_from(step.batch)
+        return captured.run_eagerly(rehearse)
 
     def _marked(self, between: Callable[[T, int], None]) -> Callable[[T, int], None]:
         """Wrap `between`, so that the backend knows that a graph break is under way."""

@@ -104,9 +104,7 @@ class Diagnosis:
         gradients = [(parameter, parameter.grad) for parameter in (*dropped, *added)]
 
         def record() -> None:
-            static = StaticBatch(step.batch)
-            static.copy_from(step.batch)
-            loan = static.lend()
+            loan = StaticBatch(step.batch).lend()
             with loan.watched():
                 step.record(loan.batch, _leave_out, False)
             loan.refuse_changes()
