@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
-
-from torch import Tensor
+from typing import Generic, TypeVar
 
 from lightning_cudagraph.capture.captures import Captures
 from lightning_cudagraph.capture.context import EngineContext, RunContext
@@ -26,7 +24,6 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import HostReads
-from lightning_cudagraph.tensors.static import StaticBatch
 
 T = TypeVar("T")
 
@@ -46,6 +43,9 @@ class StepEngine(Generic[T]):
         run: the shared state of the run; engines of one run differ in their guards.
         is_settled: returns True once steps create no more state; warm-up goes on until then.
         reads: the reads of host values by steps of several engines; None for those of this one alone.
+
+    Attributes:
+        graphs: the captured steps.
     """
 
     def __init__(
@@ -70,25 +70,33 @@ class StepEngine(Generic[T]):
         self._without_graphs: list[str] = []
         graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device, run.signatures, reads)
         engine = EngineContext(run, guards, graphs, WarmUps(run.settings.warmup_steps))
-        self._graphs, self._warm_ups, self._copies = graphs, engine.warm_ups, engine.copies
+        self.graphs, self._warm_ups, self._copies = graphs, engine.warm_ups, engine.copies
         self._admission = admission = Admission(engine)
         self._standing = standing = Invalidation(engine, admission)
         self._plans = Plans(engine, standing, admission, is_settled)
         self._captures = Captures(engine, standing, self._streams, self._compiled)
         self._replays = Replays(engine, standing, admission)
 
-    def again(self, step: Replay[T], refresh: Callable[[T | None], None]) -> T | None:
+    def again(
+        self,
+        step: Replay[T],
+        refresh: Callable[[T | None], None],
+        graphs: GraphsOfSignature[T] | None = None,
+    ) -> T | None:
         """Replay by the fast path, if the step can take it.
 
         Args:
             refresh: called before the replay, as in `step`.
+            graphs: those of the batch, if the caller has found them; the integers beside it may have
+                changed since.
 
         Returns:
             The static outputs. Or None: nothing has run, and the caller must call `step`.
         """
         if self._backend.in_graph_break:
             return None
-        graphs = self._graphs.known(step)
+        if graphs is None or not graphs.signature.agrees(step.beside):
+            graphs = self.graphs.known(step)
         if graphs is None or step.accumulation not in graphs.plain or not self._carried.enter():
             return None
         try:
@@ -113,7 +121,7 @@ class StepEngine(Generic[T]):
             if met[1] is not Intent.REPLAY:
                 return None
             self._plans.met = None
-        self._graphs.use(graphs)
+        self.graphs.use(graphs)
         refresh(captured.upcoming(step.timed))
         return self._replays.replayed(step, captured)
 
@@ -169,7 +177,7 @@ class StepEngine(Generic[T]):
             captured, reason, raised = self._captures.attempt(step, signature)
             if captured is None and not reason:
                 self._copies.put_back()
-                step.signature = self._graphs.signature_of(step)
+                step.signature = self.graphs.signature_of(step)
                 return self._warm_up(step, step.signature)
             if captured is None:
                 # Outside the handler: the error and the tensors in its frames are free by now. If user
@@ -178,14 +186,14 @@ class StepEngine(Generic[T]):
                 if raised:
                     self._standing.unsupported(_only_in_the_capture(reason), signature)
                 return done
-            self._graphs.add(signature, step, captured)
+            self.graphs.add(signature, step, captured)
             self._admission.captured(signature)
             if self._plans.is_due(step, captured):
                 intent = Intent.VERIFY
-        graphs = self._graphs.of(signature)
+        graphs = self.graphs.of(signature)
         assert captured is not None
         assert graphs is not None
-        self._graphs.use(graphs)
+        self.graphs.use(graphs)
         refresh(captured.upcoming(step.timed))
         if intent is Intent.VERIFY:
             outputs, reason = self._replays.checked(step, captured)
@@ -196,26 +204,6 @@ class StepEngine(Generic[T]):
         """Take part in the vote of a warm-up step that this engine does not run: it is not watched."""
         if self._agreement is not None:
             self._plans.of_all((Intent.WARM_UP, "", None, None), self._agreement)
-
-    @property
-    def static(self) -> StaticBatch | None:
-        """The static batch of the latest graph; a caller may fill it and pass its `batch` to `step`."""
-        return self._graphs.static
-
-    def static_for(
-        self, batch: Any, beside: Mapping[str, int]
-    ) -> tuple[StaticBatch, list[Tensor], list[Any]] | None:
-        """Find the static batch for a batch, and its tensors and host values in order; or None."""
-        return self._graphs.static_for(batch, beside)
-
-    def is_timed(self, signature: Signature | None) -> bool:
-        """True if graphs of a signature have timing events, and their replays are measured."""
-        return signature is not None and self._graphs.is_timed(signature)
-
-    @property
-    def has_graphs(self) -> bool:
-        """True if any step is captured."""
-        return bool(self._graphs)
 
     @property
     def given_up(self) -> bool:
@@ -230,7 +218,7 @@ class StepEngine(Generic[T]):
     def notes(self) -> list[str]:
         """Notes on the captures, for the report."""
         several = self._admission.notes
-        values = [note] if (note := self._graphs.reads.note) else []
+        values = [note] if (note := self.graphs.reads.note) else []
         others = [*self._guards.notes, *self._streams.notes, *self._compiled.notes]
         return [*several, *values, *others, *self._without_graphs]
 
@@ -255,7 +243,7 @@ class StepEngine(Generic[T]):
         Returns:
             False, and nothing has happened, if it may be that of all steps.
         """
-        if not (self._graphs.reads.is_any or self._admission.is_later(signature)):
+        if not (self.graphs.reads.is_any or self._admission.is_later(signature)):
             return False
         self._admission.refuse(signature, error)
         return True
@@ -282,7 +270,7 @@ class StepEngine(Generic[T]):
 
     def _eager(self, step: Step[T], reason: str) -> tuple[Phase, None]:
         self.counts.note_eager(reason)
-        self._graphs.clear_plain()
+        self.graphs.clear_plain()
         self._carried.take_out()
         self._copies.put_back()
         # On the side stream: autograd nodes keep the stream on which they were made, and a node of the
@@ -307,7 +295,7 @@ class StepEngine(Generic[T]):
                 stack.enter_context(self._backend.generators.learning())
             stack.enter_context(step.learning())
             stack.enter_context(self._compiled.noticed())
-            is_at_its_end = self._graphs.is_timed(signature) and self._warm_ups.is_at_its_end(
+            is_at_its_end = self.graphs.is_timed(signature) and self._warm_ups.is_at_its_end(
                 signature, step.accumulation
             )
             (step.run_last if is_at_its_end and step.run_last is not None else step.run)()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.context import CaptureSettings, RunContext
 from lightning_cudagraph.capture.engine import StepEngine
+from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import (
@@ -75,28 +76,31 @@ class _Specialization:
     digest: int
     calls: int = 0
 
-    def is_known(self, arguments: Arguments, mode: _Mode, device_type: str) -> bool:
-        """True if a quick comparison shows that a call has this specialization."""
-        static = self.engine.static
-        return (
-            static is not None
+    def graphs_of(
+        self, arguments: Arguments, mode: _Mode, device_type: str
+    ) -> GraphsOfSignature[StepResult] | None:
+        """Return the graphs of a call that a quick comparison shows to have this specialization."""
+        latest = self.engine.graphs.latest
+        is_known = (
+            latest is not None
             and self.mode == mode
             and self.signature.agrees(arguments.beside)
-            and static.leaves_of(arguments.batch, device_type) is not None
+            and latest.static.leaves_of(arguments.batch, device_type) is not None
         )
+        return latest if is_known else None
 
     @property
     def is_decided(self) -> bool:
         """True if a capture has succeeded, or has failed for good."""
         engine = self.engine
-        return engine.has_graphs or engine.given_up or engine.is_refused(self.signature)
+        return bool(engine.graphs) or engine.given_up or engine.is_refused(self.signature)
 
     @contextmanager
     def learning(self, lent: Collection[int]) -> Iterator[None]:
         """Watch a warm-up step, to which some memory is lent."""
         with ExitStack() as stack:
             stack.enter_context(self.guards.effects.watched())
-            if not self.engine.has_graphs:
+            if not self.engine.graphs:
                 stack.enter_context(self.habits.learning(lent))
             yield
 
@@ -180,7 +184,7 @@ class StepRun:
     def _undecided(self) -> Iterator[str]:
         """Kinds that have come too seldom for a capture, beside others with graphs."""
         kinds = self._specializations.values()
-        captured = [each.signature for each in kinds if each.engine.has_graphs]
+        captured = [each.signature for each in kinds if each.engine.graphs]
         few = self._context.settings.warmup_steps
         waiting = [kind for kind in kinds if captured and not kind.is_decided and kind.calls <= few]
         for kind in waiting[:_MAX_NAMED]:
@@ -198,7 +202,7 @@ class StepRun:
         """
         arguments = self._recorder.arguments(args, kwargs)
         try:
-            kind = self._specialization(arguments)
+            kind, graphs = self._specialization(arguments)
         except UnsupportedError as error:
             if self._settings.raise_unsupported:
                 raise
@@ -216,7 +220,7 @@ class StepRun:
         replay: Replay[StepResult] = Replay(
             arguments.batch, accumulation, specialization=kind.mode, beside=arguments.beside
         )
-        result = kind.engine.again(replay, self._refresh)
+        result = kind.engine.again(replay, self._refresh, graphs)
         if result is None:
             returned: list[Any] = []
             step = self._step(kind, arguments, accumulation, returned)
@@ -310,16 +314,19 @@ class StepRun:
             for kind in self._specializations.values():
                 stack.callback(kind.engine.close)
 
-    def _specialization(self, arguments: Arguments) -> _Specialization:
-        mode = self._mode()
-        if self._last is not None and self._last.is_known(arguments, mode, self.backend.device.type):
-            return self._last
+    def _specialization(
+        self, arguments: Arguments
+    ) -> tuple[_Specialization, GraphsOfSignature[StepResult] | None]:
+        """Find the specialization of a call, and its graphs if a quick comparison finds them."""
+        mode, last = self._mode(), self._last
+        if last is not None and (graphs := last.graphs_of(arguments, mode, self.backend.device.type)):
+            return last, graphs
         signature = self._signature(arguments, mode)
         if signature not in self._specializations:
-            for kind in make_room(self._specializations, lambda kind: not kind.engine.has_graphs):
+            for kind in make_room(self._specializations, lambda kind: not kind.engine.graphs):
                 kind.engine.close()
             self._specializations[signature] = self._specialized(signature, mode, arguments.batch)
-        return self._specializations[signature]
+        return self._specializations[signature], None
 
     def _signature(self, arguments: Arguments, mode: _Mode) -> Signature:
         return Signature(arguments.batch, self.backend.device, mode, self._reads, arguments.beside)

@@ -231,7 +231,8 @@ class TrainingSteps:
             total.ready += 1
             current.ready += 1
         with part.optimizer.outcomes.late(self.is_state_unread):
-            outputs = self._engine.again(replay, self._refreshes[accumulation])
+            graphs = self.transfer.graphs_of(batch)
+            outputs = self._engine.again(replay, self._refreshes[accumulation], graphs)
         if outputs is None:
             if steps:
                 total.ready -= 1
@@ -318,7 +319,8 @@ class TrainingSteps:
                 timings = run.settings.timings if timed else None
                 reads = None if step.signature is None else step.signature.reads
                 outputs = recorder.record(batch, closure, body, timings, cut, place(), reads)
-            outputs.is_measured = self._engine.is_timed(step.signature)
+            assert step.signature is not None
+            outputs.is_measured = self._engine.graphs.is_timed(step.signature)
             return outputs
 
         def place() -> Hashable:
