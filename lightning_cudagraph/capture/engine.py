@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Generic, TypeVar
 
 from lightning_cudagraph.capture.captures import Captures
@@ -80,13 +79,11 @@ class StepEngine(Generic[T]):
     def again(
         self,
         step: Replay[T],
-        refresh: Callable[[T | None], None],
         graphs: GraphsOfSignature[T] | None = None,
     ) -> T | None:
         """Replay by the fast path, if the step can take it.
 
         Args:
-            refresh: called before the replay, as in `step`.
             graphs: those of the batch, if the caller has found them; the integers beside it may have
                 changed since.
 
@@ -100,16 +97,14 @@ class StepEngine(Generic[T]):
         if graphs is None or step.accumulation not in graphs.plain or not self._carried.enter():
             return None
         try:
-            outputs = self._again(step, refresh, graphs)
+            outputs = self._again(step, graphs)
             if outputs is not None:
                 self._carried.copy_out()
             return outputs
         finally:
             self._carried.take_out()
 
-    def _again(
-        self, step: Replay[T], refresh: Callable[[T | None], None], graphs: GraphsOfSignature[T]
-    ) -> T | None:
+    def _again(self, step: Replay[T], graphs: GraphsOfSignature[T]) -> T | None:
         self._standing.look_for_changes()
         captured = graphs.plain.get(step.accumulation)
         if captured is None or self._plans.is_due(step, captured):
@@ -122,17 +117,13 @@ class StepEngine(Generic[T]):
                 return None
             self._plans.met = None
         self.graphs.use(graphs)
-        refresh(captured.upcoming(step.timed))
+        step.refresh(captured.upcoming(step.timed))
         return self._replays.replayed(step, captured)
 
-    def step(
-        self, step: Step[T], refresh: Callable[[T | None], None], signature: Signature | None = None
-    ) -> tuple[Phase, T | None]:
+    def step(self, step: Step[T], signature: Signature | None = None) -> tuple[Phase, T | None]:
         """Run one step in the phase of its batch.
 
         Args:
-            refresh: notes moves of options, adopts sums; called with None before a capture, and
-                before a replay with its static outputs.
             signature: the signature of the batch, if the caller knows it.
 
         Returns:
@@ -146,9 +137,9 @@ class StepEngine(Generic[T]):
             self._has_begun = True
             self._patches.enter_context(without_its_graphs(self._note))
         if mismatch := self._carried.put_in(self._run.signatures.is_any):
-            step = replace(step, eager_reason=step.eager_reason or mismatch)
+            step.eager_reason = step.eager_reason or mismatch
         try:
-            phase, outputs = self._step(step, refresh, signature)
+            phase, outputs = self._step(step, signature)
             if phase is Phase.CAPTURED:
                 self._carried.copy_out()
             return phase, outputs
@@ -159,9 +150,7 @@ class StepEngine(Generic[T]):
             self._carried.take_out()
             self._copies.handed = None
 
-    def _step(
-        self, step: Step[T], refresh: Callable[[T | None], None], signature: Signature | None
-    ) -> tuple[Phase, T | None]:
+    def _step(self, step: Step[T], signature: Signature | None) -> tuple[Phase, T | None]:
         plan = self._plans.of_this_process(step, signature)
         if self._agreement is not None:
             plan = self._plans.of_all(plan, self._agreement)
@@ -173,7 +162,7 @@ class StepEngine(Generic[T]):
             return self._warm_up(step, signature)
         if intent is Intent.CAPTURE:
             self._admission.make_room(signature)
-            refresh(None)
+            step.refresh(None)
             captured, reason, raised = self._captures.attempt(step, signature)
             if captured is None and not reason:
                 self._copies.put_back()
@@ -194,7 +183,7 @@ class StepEngine(Generic[T]):
         assert captured is not None
         assert graphs is not None
         self.graphs.use(graphs)
-        refresh(captured.upcoming(step.timed))
+        step.refresh(captured.upcoming(step.timed))
         if intent is Intent.VERIFY:
             outputs, reason = self._replays.checked(step, captured)
             return self._eager(step, reason) if reason else (Phase.CAPTURED, outputs)
@@ -298,7 +287,7 @@ class StepEngine(Generic[T]):
             is_at_its_end = self.graphs.is_timed(signature) and self._warm_ups.is_at_its_end(
                 signature, step.accumulation
             )
-            (step.run_last if is_at_its_end and step.run_last is not None else step.run)()
+            (step.run_last if is_at_its_end else step.run)()
         # A step that raises does not count.
         self._warm_ups.done(signature, step.accumulation)
         self.counts.warmed_up += 1
