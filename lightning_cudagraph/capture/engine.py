@@ -97,28 +97,16 @@ class StepEngine(Generic[T]):
         if graphs is None or step.accumulation not in graphs.plain or not self._carried.enter():
             return None
         try:
-            outputs = self._again(step, graphs)
-            if outputs is not None:
-                self._carried.copy_out()
+            captured = self._plans.of_plain_replay(step, graphs)
+            if captured is None:
+                return None
+            self.graphs.use(graphs)
+            step.refresh(captured.upcoming(step.timed))
+            outputs = self._replays.replayed(step, captured)
+            self._carried.copy_out()
             return outputs
         finally:
             self._carried.take_out()
-
-    def _again(self, step: Replay[T], graphs: GraphsOfSignature[T]) -> T | None:
-        self._standing.look_for_changes()
-        captured = graphs.plain.get(step.accumulation)
-        if captured is None or self._plans.is_due(step, captured):
-            return None
-        if self._admission.is_varied and captured.stale(is_varied=True):
-            return None
-        if self._agreement is not None:
-            met = self._plans.met = self._agreement.vote(Intent.REPLAY)
-            if met[1] is not Intent.REPLAY:
-                return None
-            self._plans.met = None
-        self.graphs.use(graphs)
-        step.refresh(captured.upcoming(step.timed))
-        return self._replays.replayed(step, captured)
 
     def step(self, step: Step[T], signature: Signature | None = None) -> tuple[Phase, T | None]:
         """Run one step in the phase of its batch.

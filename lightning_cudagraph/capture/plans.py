@@ -9,7 +9,7 @@ from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.signatures.admission import Admission
-from lightning_cudagraph.capture.signatures.by_signature import NOT_YET
+from lightning_cudagraph.capture.signatures.by_signature import NOT_YET, GraphsOfSignature
 from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
@@ -42,6 +42,7 @@ class Plans(Generic[T]):
         self._warm_ups, self._copies = engine.warm_ups, engine.copies
         self._backend = engine.run.backend
         self._verifier = engine.run.verifier
+        self._agreement = engine.run.agreement
         self._standing = standing
         self._admission = admission
         self._is_settled = is_settled
@@ -51,6 +52,25 @@ class Plans(Generic[T]):
         """True if the next replay must be verified."""
         is_due = self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))
         return is_due or bool(self._standing.suspicion)
+
+    def of_plain_replay(self, step: Replay[T], graphs: GraphsOfSignature[T]) -> CapturedStep[T] | None:
+        """Return the captured step to replay by the fast path; None if more than a replay is due.
+
+        Args:
+            graphs: those of the step's signature.
+        """
+        self._standing.look_for_changes()
+        captured = graphs.plain.get(step.accumulation)
+        if captured is None or self.is_due(step, captured):
+            return None
+        if self._admission.is_varied and captured.stale(is_varied=True):
+            return None
+        if self._agreement is not None:
+            met = self.met = self._agreement.vote(Intent.REPLAY)
+            if met[1] is not Intent.REPLAY:
+                return None
+            self.met = None
+        return captured
 
     def of_this_process(self, step: Step[T], signature: Signature | None) -> Plan[T]:
         """Make the plan of this process alone.
@@ -64,7 +84,7 @@ class Plans(Generic[T]):
             return Intent.EAGER, "in the middle of another step that is replayed", None, None
         if step.eager_reason:
             return Intent.EAGER, step.eager_reason, None, None
-        if self.met is None:  # else `again` has compared the guards, and voted on the result
+        if self.met is None:  # else `of_plain_replay` has compared the guards, and voted on the result
             self._standing.look_for_changes()
         try:
             if signature is None and (known := self._graphs.known(step)) is not None:
