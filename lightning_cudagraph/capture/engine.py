@@ -11,13 +11,11 @@ from lightning_cudagraph.capture.context import EngineContext, RunContext
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.plans import Plans
 from lightning_cudagraph.capture.replays import Replays
-from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature, GraphsOfSignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Phase, Replay, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.checks.guards.guards import Guards
-from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.sentry.inductor import without_its_graphs
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Intent
@@ -62,19 +60,20 @@ class StepEngine(Generic[T]):
         self._carried = run.carried
         self._verifier = run.verifier
         self._agreement = run.agreement
-        self._streams = StreamChoice(run.backend, run.settings.streams)
-        self._compiled = CompiledCode()
         self._patches = ExitStack()
         self._has_begun = False
         self._without_graphs: list[str] = []
         graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device, run.signatures, reads)
-        engine = EngineContext(run, guards, graphs, WarmUps(run.settings.warmup_steps))
-        self.graphs, self._warm_ups, self._copies = graphs, engine.warm_ups, engine.copies
-        self._admission = admission = Admission(engine)
-        self._standing = standing = Invalidation(engine, admission)
-        self._plans = Plans(engine, standing, admission, is_settled)
-        self._captures = Captures(engine, standing, self._streams, self._compiled)
-        self._replays = Replays(engine, standing, admission)
+        warm_ups = WarmUps(run.settings.warmup_steps)
+        streams = StreamChoice(run.backend, run.settings.streams)
+        engine = EngineContext(run, guards, graphs, warm_ups, is_settled, streams)
+        self.graphs, self._warm_ups, self._copies = graphs, warm_ups, engine.copies
+        self._streams, self._compiled = streams, engine.compiled
+        self._invalidation = invalidation = Invalidation(engine)
+        self._admission = invalidation.admission
+        self._plans = Plans(engine, invalidation)
+        self._captures = Captures(engine, invalidation)
+        self._replays = Replays(engine, invalidation)
 
     def again(
         self,
@@ -161,7 +160,7 @@ class StepEngine(Generic[T]):
                 # code raised it, the eager step raises it again, with the usual effects.
                 done = self._eager(step, reason)
                 if raised:
-                    self._standing.unsupported(_only_in_the_capture(reason), signature)
+                    self._invalidation.unsupported(_only_in_the_capture(reason), signature)
                 return done
             self.graphs.add(signature, step, captured)
             self._admission.captured(signature)
@@ -185,7 +184,7 @@ class StepEngine(Generic[T]):
     @property
     def given_up(self) -> bool:
         """True if all later steps are eager."""
-        return self._standing.given_up is not None
+        return self._invalidation.given_up is not None
 
     def is_refused(self, signature: Signature) -> bool:
         """True if steps of a signature are eager, because a capture has failed."""
@@ -207,12 +206,12 @@ class StepEngine(Generic[T]):
     def pause(self) -> None:
         """Recheck all guards before the next replay: user code may have run since the last step."""
         self._guards.suspect()
-        self._standing.pause()
+        self._invalidation.pause()
         self._verifier.pause()
 
     def drop(self, reason: str) -> None:
         """Invalidate the graphs because of `reason`; later steps are warmed up and captured again."""
-        self._standing.drop(reason)
+        self._invalidation.drop(reason)
 
     def refuses_alone(self, signature: Signature, error: UnsupportedError) -> bool:
         """Run steps of a signature eagerly, if steps have several paths or others have graphs.
@@ -227,11 +226,11 @@ class StepEngine(Generic[T]):
 
     def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> None:
         """React to a step that cannot be captured, of a signature or of any."""
-        self._standing.unsupported(error, signature)
+        self._invalidation.unsupported(error, signature)
 
     def leave(self) -> None:
         """Prepare for a replay by another engine: move gradients out of the memory pool."""
-        self._standing.leave()
+        self._invalidation.leave()
 
     def _note(self, text: str) -> None:
         """Announce a sentence, and keep it for the report."""
@@ -241,7 +240,7 @@ class StepEngine(Generic[T]):
     def close(self) -> None:
         """Release the graphs."""
         try:
-            self._standing.forget()
+            self._invalidation.forget()
         finally:
             self._patches.close()
 
