@@ -542,7 +542,7 @@ def test_refused(tmp_path: Path, accelerator: str, cls: type[Net], message: str)
 def test_out_of_memory(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy is one for evaluation, which has one graph with or without timings."""
 
-    def exhausted(*args: Any) -> Any:
+    def exhausted(*args: Any, **kwargs: Any) -> Any:
         raise meaning_of(torch.OutOfMemoryError("CUDA out of memory."))
 
     monkeypatch.setattr(GraphedEvaluation, "_record", exhausted)

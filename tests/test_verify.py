@@ -359,9 +359,9 @@ def test_a_check_that_runs_out_of_memory_lets_training_go_on(
     run_eagerly = CapturedStep.run_eagerly
     tried: list[bool] = []
 
-    def runs_out(self: Any, step: Any, batch: Any) -> Any:
+    def runs_out(self: Any, step: Any) -> Any:
         tried.append(True)
-        run_eagerly(self, step, batch)  # the state has moved
+        run_eagerly(self, step)  # the state has moved
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words")
 
     monkeypatch.setattr(CapturedStep, "run_eagerly", runs_out)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.device.sentry import own_modes
-from tests.harness import assert_same, make, train
-from tests.nets import Net
+from tests.harness import Net, assert_same, make, train
 
 
 def _wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -54,7 +53,11 @@ def test_a_wrapper_runs_once(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, name: str, batches: int
 ) -> None:
     _wrap(monkeypatch, *WRAPPED[name])
-    kwargs: dict[str, Any] = {"accelerator": accelerator, "limit_train_batches": batches, "max_epochs": 1}
+    kwargs: dict[str, Any] = {
+        "accelerator": accelerator,
+        "limit_train_batches": batches,
+        "max_epochs": 1,
+    }
     plain = train(make(UsesThem), tmp_path / "plain", val_loader=None, **kwargs)
     graph = train(make(UsesThem), tmp_path / "graph", CUDAGraphCallback(), val_loader=None, **kwargs)
     assert_same(plain, graph)

@@ -14,11 +14,9 @@ from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
-from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
-from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError, Finding, UnsupportedError
 from lightning_cudagraph.processes.agreement import of_ranks
@@ -111,24 +109,17 @@ def _discard(tried: _Tried[T]) -> None:
 class Captures(Generic[T]):
     """Captures steps for an engine."""
 
-    def __init__(
-        self,
-        engine: EngineContext[T],
-        standing: Invalidation[T],
-        streams: StreamChoice,
-        compiled: CompiledCode,
-    ) -> None:
+    def __init__(self, engine: EngineContext[T], invalidation: Invalidation[T]) -> None:
         self._run, self._guards, self._graphs = engine.run, engine.guards, engine.graphs
         self._warm_ups, self._copies = engine.warm_ups, engine.copies
-        self._standing = standing
-        self._streams = streams
-        self._compiled = compiled
+        self._invalidation = invalidation
+        self._streams, self._compiled = engine.streams, engine.compiled
         self._moving: str | None = None  # what changes between any two steps
         self._diagnosis: Diagnosis | None = None
         run = engine.run
         if run.agreement is None:  # else the others are not in the same place, and nothing more is found
             self._diagnosis = Diagnosis(
-                run.backend, run.carried, engine.guards, compiled, looks_twice=run.is_examined
+                run.backend, run.carried, engine.guards, engine.compiled, looks_twice=run.is_examined
             )
 
     def attempt(self, step: Step[T], signature: Signature) -> tuple[CapturedStep[T] | None, str, bool]:
@@ -158,7 +149,8 @@ class Captures(Generic[T]):
             tried.failure = None
             reason = failure.reason
             try:
-                reason = self._standing.unsupported(failure, signature)  # in the words of the front end
+                # In the words of the front end.
+                reason = self._invalidation.unsupported(failure, signature)
             except UnsupportedError:
                 if self._examine(step, failure):
                     raise
@@ -324,8 +316,10 @@ class Captures(Generic[T]):
 
     def _captured(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._run.carried.place()
-        static = self._graphs.static_of(signature) or StaticBatch(step.batch, signature.reads)
-        static.copy_from(step.batch)
+        if (static := self._graphs.static_of(signature)) is None:
+            static = StaticBatch(step.batch, signature.reads)
+        else:
+            static.copy_from(step.batch)
 
         def capture() -> CapturedStep[T]:
             captured: CapturedStep[T] = CapturedStep(

@@ -10,12 +10,13 @@ from typing import Any, Generic, TypeVar
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Step, StepCounts
-from lightning_cudagraph.capture.stream_choice import Streams
+from lightning_cudagraph.capture.stream_choice import StreamChoice, Streams
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.checks.verify.verification import Verification
 from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.processes.agreement import Agreement
 from lightning_cudagraph.tensors.external_references import GradientCopies
@@ -48,6 +49,8 @@ class EngineContext(Generic[T]):
     Attributes:
         guards: compare what its graphs have baked in.
         graphs: those captured so far.
+        is_settled: returns True once steps create no more state; warm-up goes on until then.
+        compiled: compiled code in its steps.
         copies: of gradients, for user code that holds references to them.
     """
 
@@ -55,6 +58,9 @@ class EngineContext(Generic[T]):
     guards: Guards
     graphs: GraphsBySignature[T]
     warm_ups: WarmUps
+    is_settled: Callable[[], bool]
+    streams: StreamChoice
+    compiled: CompiledCode = field(default_factory=CompiledCode)
     copies: GradientCopies = field(default_factory=GradientCopies)
 
 

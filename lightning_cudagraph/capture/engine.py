@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any, Generic, TypeVar
-
-from torch import Tensor
+from typing import Generic, TypeVar
 
 from lightning_cudagraph.capture.captures import Captures
 from lightning_cudagraph.capture.context import EngineContext, RunContext
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.plans import Plans
 from lightning_cudagraph.capture.replays import Replays
-from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature, GraphsOfSignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Phase, Replay, Step
 from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.checks.guards.guards import Guards
-from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.device.sentry.inductor import without_its_graphs
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import HostReads
-from lightning_cudagraph.tensors.static import StaticBatch
 
 T = TypeVar("T")
 
@@ -46,6 +40,9 @@ class StepEngine(Generic[T]):
         run: the shared state of the run; engines of one run differ in their guards.
         is_settled: returns True once steps create no more state; warm-up goes on until then.
         reads: the reads of host values by steps of several engines; None for those of this one alone.
+
+    Attributes:
+        graphs: the captured steps.
     """
 
     def __init__(
@@ -63,68 +60,57 @@ class StepEngine(Generic[T]):
         self._carried = run.carried
         self._verifier = run.verifier
         self._agreement = run.agreement
-        self._streams = StreamChoice(run.backend, run.settings.streams)
-        self._compiled = CompiledCode()
         self._patches = ExitStack()
         self._has_begun = False
         self._without_graphs: list[str] = []
         graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device, run.signatures, reads)
-        engine = EngineContext(run, guards, graphs, WarmUps(run.settings.warmup_steps))
-        self._graphs, self._warm_ups, self._copies = graphs, engine.warm_ups, engine.copies
-        self._admission = admission = Admission(engine)
-        self._standing = standing = Invalidation(engine, admission)
-        self._plans = Plans(engine, standing, admission, is_settled)
-        self._captures = Captures(engine, standing, self._streams, self._compiled)
-        self._replays = Replays(engine, standing, admission)
+        warm_ups = WarmUps(run.settings.warmup_steps)
+        streams = StreamChoice(run.backend, run.settings.streams)
+        engine = EngineContext(run, guards, graphs, warm_ups, is_settled, streams)
+        self.graphs, self._warm_ups, self._copies = graphs, warm_ups, engine.copies
+        self._streams, self._compiled = streams, engine.compiled
+        self._invalidation = invalidation = Invalidation(engine)
+        self._admission = invalidation.admission
+        self._plans = Plans(engine, invalidation)
+        self._captures = Captures(engine, invalidation)
+        self._replays = Replays(engine, invalidation)
 
-    def again(self, step: Replay[T], refresh: Callable[[T | None], None]) -> T | None:
+    def again(
+        self,
+        step: Replay[T],
+        graphs: GraphsOfSignature[T] | None = None,
+    ) -> T | None:
         """Replay by the fast path, if the step can take it.
 
         Args:
-            refresh: called before the replay, as in `step`.
+            graphs: those of the batch, if the caller has found them; the integers beside it may have
+                changed since.
 
         Returns:
             The static outputs. Or None: nothing has run, and the caller must call `step`.
         """
         if self._backend.in_graph_break:
             return None
-        graphs = self._graphs.known(step)
+        if graphs is None or not graphs.signature.agrees(step.beside):
+            graphs = self.graphs.known(step)
         if graphs is None or step.accumulation not in graphs.plain or not self._carried.enter():
             return None
         try:
-            outputs = self._again(step, refresh, graphs)
-            if outputs is not None:
-                self._carried.copy_out()
+            captured = self._plans.of_plain_replay(step, graphs)
+            if captured is None:
+                return None
+            self.graphs.use(graphs)
+            step.refresh(captured.upcoming(step.timed))
+            outputs = self._replays.replayed(step, captured)
+            self._carried.copy_out()
             return outputs
         finally:
             self._carried.take_out()
 
-    def _again(
-        self, step: Replay[T], refresh: Callable[[T | None], None], graphs: GraphsOfSignature[T]
-    ) -> T | None:
-        self._standing.look_for_changes()
-        captured = graphs.plain.get(step.accumulation)
-        if captured is None or self._plans.is_due(step, captured):
-            return None
-        if self._admission.is_varied and captured.stale(is_varied=True):
-            return None
-        if self._agreement is not None:
-            met = self._plans.met = self._agreement.vote(Intent.REPLAY)
-            if met[1] is not Intent.REPLAY:
-                return None
-            self._plans.met = None
-        self._graphs.use(graphs)
-        refresh(captured.upcoming(step.timed))
-        return self._replays.replayed(step, captured)
-
-    def step(
-        self, step: Step[T], refresh: Callable[[T | None], None], signature: Signature | None = None
-    ) -> tuple[Phase, T | None]:
+    def step(self, step: Step[T], signature: Signature | None = None) -> tuple[Phase, T | None]:
         """Run one step in the phase of its batch.
 
         Args:
-            refresh: notes moves of options, adopts sums; called with None before a capture, and
-                before a replay with its static outputs.
             signature: the signature of the batch, if the caller knows it.
 
         Returns:
@@ -138,9 +124,9 @@ class StepEngine(Generic[T]):
             self._has_begun = True
             self._patches.enter_context(without_its_graphs(self._note))
         if mismatch := self._carried.put_in(self._run.signatures.is_any):
-            step = replace(step, eager_reason=step.eager_reason or mismatch)
+            step.eager_reason = step.eager_reason or mismatch
         try:
-            phase, outputs = self._step(step, refresh, signature)
+            phase, outputs = self._step(step, signature)
             if phase is Phase.CAPTURED:
                 self._carried.copy_out()
             return phase, outputs
@@ -151,9 +137,7 @@ class StepEngine(Generic[T]):
             self._carried.take_out()
             self._copies.handed = None
 
-    def _step(
-        self, step: Step[T], refresh: Callable[[T | None], None], signature: Signature | None
-    ) -> tuple[Phase, T | None]:
+    def _step(self, step: Step[T], signature: Signature | None) -> tuple[Phase, T | None]:
         plan = self._plans.of_this_process(step, signature)
         if self._agreement is not None:
             plan = self._plans.of_all(plan, self._agreement)
@@ -165,28 +149,28 @@ class StepEngine(Generic[T]):
             return self._warm_up(step, signature)
         if intent is Intent.CAPTURE:
             self._admission.make_room(signature)
-            refresh(None)
+            step.refresh(None)
             captured, reason, raised = self._captures.attempt(step, signature)
             if captured is None and not reason:
                 self._copies.put_back()
-                step.signature = self._graphs.signature_of(step)
+                step.signature = self.graphs.signature_of(step)
                 return self._warm_up(step, step.signature)
             if captured is None:
                 # Outside the handler: the error and the tensors in its frames are free by now. If user
                 # code raised it, the eager step raises it again, with the usual effects.
                 done = self._eager(step, reason)
                 if raised:
-                    self._standing.unsupported(_only_in_the_capture(reason), signature)
+                    self._invalidation.unsupported(_only_in_the_capture(reason), signature)
                 return done
-            self._graphs.add(signature, step, captured)
+            self.graphs.add(signature, step, captured)
             self._admission.captured(signature)
             if self._plans.is_due(step, captured):
                 intent = Intent.VERIFY
-        graphs = self._graphs.of(signature)
+        graphs = self.graphs.of(signature)
         assert captured is not None
         assert graphs is not None
-        self._graphs.use(graphs)
-        refresh(captured.upcoming(step.timed))
+        self.graphs.use(graphs)
+        step.refresh(captured.upcoming(step.timed))
         if intent is Intent.VERIFY:
             outputs, reason = self._replays.checked(step, captured)
             return self._eager(step, reason) if reason else (Phase.CAPTURED, outputs)
@@ -198,29 +182,9 @@ class StepEngine(Generic[T]):
             self._plans.of_all((Intent.WARM_UP, "", None, None), self._agreement)
 
     @property
-    def static(self) -> StaticBatch | None:
-        """The static batch of the latest graph; a caller may fill it and pass its `batch` to `step`."""
-        return self._graphs.static
-
-    def static_for(
-        self, batch: Any, beside: Mapping[str, int]
-    ) -> tuple[StaticBatch, list[Tensor], list[Any]] | None:
-        """Find the static batch for a batch, and its tensors and host values in order; or None."""
-        return self._graphs.static_for(batch, beside)
-
-    def is_timed(self, signature: Signature | None) -> bool:
-        """True if graphs of a signature have timing events, and their replays are measured."""
-        return signature is not None and self._graphs.is_timed(signature)
-
-    @property
-    def has_graphs(self) -> bool:
-        """True if any step is captured."""
-        return bool(self._graphs)
-
-    @property
     def given_up(self) -> bool:
         """True if all later steps are eager."""
-        return self._standing.given_up is not None
+        return self._invalidation.given_up is not None
 
     def is_refused(self, signature: Signature) -> bool:
         """True if steps of a signature are eager, because a capture has failed."""
@@ -230,7 +194,7 @@ class StepEngine(Generic[T]):
     def notes(self) -> list[str]:
         """Notes on the captures, for the report."""
         several = self._admission.notes
-        values = [note] if (note := self._graphs.reads.note) else []
+        values = [note] if (note := self.graphs.reads.note) else []
         others = [*self._guards.notes, *self._streams.notes, *self._compiled.notes]
         return [*several, *values, *others, *self._without_graphs]
 
@@ -242,12 +206,12 @@ class StepEngine(Generic[T]):
     def pause(self) -> None:
         """Recheck all guards before the next replay: user code may have run since the last step."""
         self._guards.suspect()
-        self._standing.pause()
+        self._invalidation.pause()
         self._verifier.pause()
 
     def drop(self, reason: str) -> None:
         """Invalidate the graphs because of `reason`; later steps are warmed up and captured again."""
-        self._standing.drop(reason)
+        self._invalidation.drop(reason)
 
     def refuses_alone(self, signature: Signature, error: UnsupportedError) -> bool:
         """Run steps of a signature eagerly, if steps have several paths or others have graphs.
@@ -255,18 +219,18 @@ class StepEngine(Generic[T]):
         Returns:
             False, and nothing has happened, if it may be that of all steps.
         """
-        if not (self._graphs.reads.is_any or self._admission.is_later(signature)):
+        if not (self.graphs.reads.is_any or self._admission.is_later(signature)):
             return False
         self._admission.refuse(signature, error)
         return True
 
     def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> None:
         """React to a step that cannot be captured, of a signature or of any."""
-        self._standing.unsupported(error, signature)
+        self._invalidation.unsupported(error, signature)
 
     def leave(self) -> None:
         """Prepare for a replay by another engine: move gradients out of the memory pool."""
-        self._standing.leave()
+        self._invalidation.leave()
 
     def _note(self, text: str) -> None:
         """Announce a sentence, and keep it for the report."""
@@ -276,13 +240,13 @@ class StepEngine(Generic[T]):
     def close(self) -> None:
         """Release the graphs."""
         try:
-            self._standing.forget()
+            self._invalidation.forget()
         finally:
             self._patches.close()
 
     def _eager(self, step: Step[T], reason: str) -> tuple[Phase, None]:
         self.counts.note_eager(reason)
-        self._graphs.clear_plain()
+        self.graphs.clear_plain()
         self._carried.take_out()
         self._copies.put_back()
         # On the side stream: autograd nodes keep the stream on which they were made, and a node of the
@@ -307,10 +271,10 @@ class StepEngine(Generic[T]):
                 stack.enter_context(self._backend.generators.learning())
             stack.enter_context(step.learning())
             stack.enter_context(self._compiled.noticed())
-            is_at_its_end = self._graphs.is_timed(signature) and self._warm_ups.is_at_its_end(
+            is_at_its_end = self.graphs.is_timed(signature) and self._warm_ups.is_at_its_end(
                 signature, step.accumulation
             )
-            (step.run_last if is_at_its_end and step.run_last is not None else step.run)()
+            (step.run_last if is_at_its_end else step.run)()
         # A step that raises does not count.
         self._warm_ups.done(signature, step.accumulation)
         self.counts.warmed_up += 1

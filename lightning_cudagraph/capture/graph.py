@@ -278,9 +278,8 @@ class CapturedStep(Generic[T]):
         """Move the gradients that the step makes back to the addresses in the graph."""
         adopt(self._instances[0].gradients)
 
-    def run_eagerly(self, step: Callable[[Any], T], batch: Any) -> T:
-        """Copy a batch of this signature into the static batch, and run `step` on it eagerly."""
-        self.static.copy_from(batch)
+    def run_eagerly(self, step: Callable[[Any], T]) -> T:
+        """Run `step` eagerly on the static batch."""
         loan = self.static.lend_values()
         outputs = step(loan.batch)
         loan.refuse_changes()
@@ -288,15 +287,13 @@ class CapturedStep(Generic[T]):
 
     def replay(
         self,
-        batch: Any,
         between: Callable[[T, int], None] | None = None,
         handed: HandedOut | None = None,
         timed: bool = False,
     ) -> T:
-        """Replay the step on a batch of this signature.
+        """Replay the step on the static batch.
 
         Args:
-            batch: copied into the static batch.
             between: called at each graph break with the static outputs and the index of the break. None:
                 replay without breaks.
             handed: the copies of gradients that hooks see; None if they see those of the graph.
@@ -305,7 +302,6 @@ class CapturedStep(Generic[T]):
         Returns:
             The static outputs of the instance. Its next replay overwrites them.
         """
-        self.static.copy_from(batch)
         self.adopt_gradients()
         if handed is not None:
             handed.add_to_found(self._accumulated)

@@ -24,15 +24,16 @@ class Invalidation(Generic[T]):
     """Invalidation of the graphs of an engine.
 
     Attributes:
+        admission: of batch signatures to graphs.
         given_up: the reason why all later steps are eager; None if graphs are still possible.
         dropped: the reason of the last invalidation; empty if it came from other processes.
     """
 
-    def __init__(self, engine: EngineContext[T], admission: Admission[T]) -> None:
+    def __init__(self, engine: EngineContext[T]) -> None:
         self._run, self._guards, self._graphs = engine.run, engine.guards, engine.graphs
         self._warm_ups, self._copies = engine.warm_ups, engine.copies
         self._backend = engine.run.backend
-        self._admission = admission
+        self.admission = Admission(engine)
         self._short_captures = 0  # in a row
         self._after_pause = False
         self._is_after_pause = False  # the step at hand
@@ -118,13 +119,13 @@ class Invalidation(Generic[T]):
         """
         run = self._run
         run.wording.rephrase(error)
-        is_later = signature is not None and self._admission.is_later(signature)
+        is_later = signature is not None and self.admission.is_later(signature)
         if not is_later and run.narrow(error):
             self.forget()
             return "a smaller part of the step is captured from then on"
         had_graphs = run.counts.replayed > 0
         if signature is not None and (is_later or had_graphs):
-            self._admission.refuse(signature, error, "" if is_later else self.dropped)
+            self.admission.refuse(signature, error, "" if is_later else self.dropped)
             return error.reason
         if run.settings.raise_unsupported:
             raise error

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
-from lightning_cudagraph.capture.signatures.admission import Admission
-from lightning_cudagraph.capture.signatures.by_signature import NOT_YET
+from lightning_cudagraph.capture.signatures.by_signature import NOT_YET, GraphsOfSignature
 from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
@@ -31,26 +29,40 @@ class Plans(Generic[T]):
         met: the lowest and highest vote on the present batch, if the processes have voted already.
     """
 
-    def __init__(
-        self,
-        engine: EngineContext[T],
-        standing: Invalidation[T],
-        admission: Admission[T],
-        is_settled: Callable[[], bool],
-    ) -> None:
+    def __init__(self, engine: EngineContext[T], invalidation: Invalidation[T]) -> None:
         self._run, self._graphs = engine.run, engine.graphs
         self._warm_ups, self._copies = engine.warm_ups, engine.copies
         self._backend = engine.run.backend
         self._verifier = engine.run.verifier
-        self._standing = standing
-        self._admission = admission
-        self._is_settled = is_settled
+        self._agreement = engine.run.agreement
+        self._invalidation = invalidation
+        self._admission = invalidation.admission
+        self._is_settled = engine.is_settled
         self.met: tuple[Intent, Intent] | None = None
 
     def is_due(self, step: Replay[T], captured: CapturedStep[T]) -> bool:
         """True if the next replay must be verified."""
         is_due = self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))
-        return is_due or bool(self._standing.suspicion)
+        return is_due or bool(self._invalidation.suspicion)
+
+    def of_plain_replay(self, step: Replay[T], graphs: GraphsOfSignature[T]) -> CapturedStep[T] | None:
+        """Return the captured step to replay by the fast path; None if more than a replay is due.
+
+        Args:
+            graphs: those of the step's signature.
+        """
+        self._invalidation.look_for_changes()
+        captured = graphs.plain.get(step.accumulation)
+        if captured is None or self.is_due(step, captured):
+            return None
+        if self._admission.is_varied and captured.stale(is_varied=True):
+            return None
+        if self._agreement is not None:
+            met = self.met = self._agreement.vote(Intent.REPLAY)
+            if met[1] is not Intent.REPLAY:
+                return None
+            self.met = None
+        return captured
 
     def of_this_process(self, step: Step[T], signature: Signature | None) -> Plan[T]:
         """Make the plan of this process alone.
@@ -58,14 +70,14 @@ class Plans(Generic[T]):
         Raises:
             UnsupportedError: if no graph can take the batch and `on_unsupported="raise"`.
         """
-        if self._standing.given_up is not None:
-            return Intent.GIVE_UP, self._standing.given_up, None, None
+        if self._invalidation.given_up is not None:
+            return Intent.GIVE_UP, self._invalidation.given_up, None, None
         if self._backend.in_graph_break:
             return Intent.EAGER, "in the middle of another step that is replayed", None, None
         if step.eager_reason:
             return Intent.EAGER, step.eager_reason, None, None
-        if self.met is None:  # else `again` has compared the guards, and voted on the result
-            self._standing.look_for_changes()
+        if self.met is None:  # else `of_plain_replay` has compared the guards, and voted on the result
+            self._invalidation.look_for_changes()
         try:
             if signature is None and (known := self._graphs.known(step)) is not None:
                 signature = known.signature
@@ -85,7 +97,7 @@ class Plans(Generic[T]):
                 # Micro-batches of other signatures may use other parameters than this one.
                 captured.mismatches += 1
                 return Intent.EAGER, change, None, None
-            self._standing.drop(change)
+            self._invalidation.drop(change)
             captured = None
         if captured is not None:
             captured.mismatches = 0
@@ -105,20 +117,22 @@ class Plans(Generic[T]):
         self.met = None
         if lowest is highest:
             return plan
-        standing = self._standing
+        invalidation = self._invalidation
         if highest is Intent.GIVE_UP:
-            given_up = agreement.gather(standing.given_up)
-            if standing.given_up is None:
-                standing.give_up(of_ranks(given_up))
-            return Intent.GIVE_UP, standing.given_up or "", None, None
+            given_up = agreement.gather(invalidation.given_up)
+            if invalidation.given_up is None:
+                invalidation.give_up(of_ranks(given_up))
+            return Intent.GIVE_UP, invalidation.given_up or "", None, None
         if highest <= Intent.VERIFY:
             return Intent.VERIFY, reason, signature, captured
         if highest >= Intent.CAPTURE and lowest <= Intent.VERIFY:
             # A graph is of use only if all processes have one.
-            dropped = agreement.gather(None if self._graphs else standing.dropped)
+            dropped = agreement.gather(None if self._graphs else invalidation.dropped)
             if any(why is not None for why in dropped):
                 if self._graphs:
-                    standing.drop(of_ranks(dropped) or "another process captures again", of_others=True)
+                    invalidation.drop(
+                        of_ranks(dropped) or "another process captures again", of_others=True
+                    )
                 if captured is not None:
                     return Intent.WARM_UP, "", signature, None
             # Otherwise a process begins or captures one more signature: this step is eager in all.

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
-from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.steps import Replay, Step
 from lightning_cudagraph.checks.guards.remedies import kind_of
 from lightning_cudagraph.checks.verify.tape import TapeDifference
@@ -25,9 +24,7 @@ _NOTHING = nullcontext()
 class Replays(Generic[T]):
     """Replays captured steps for an engine."""
 
-    def __init__(
-        self, engine: EngineContext[T], standing: Invalidation[T], admission: Admission[T]
-    ) -> None:
+    def __init__(self, engine: EngineContext[T], invalidation: Invalidation[T]) -> None:
         run = engine.run
         self._backend = run.backend
         self._verifier = run.verifier
@@ -35,8 +32,7 @@ class Replays(Generic[T]):
         self._around_replays = run.around_replays
         self._agreement = run.agreement
         self._graphs, self._copies = engine.graphs, engine.copies
-        self._standing = standing
-        self._admission = admission
+        self._invalidation = invalidation
 
     def replayed(self, step: Replay[T], captured: CapturedStep[T]) -> T:
         """Run a step by a replay, and return the static outputs."""
@@ -62,11 +58,11 @@ class Replays(Generic[T]):
             # The first verifications have learned the host effects of every step. They are undone only
             # in a recheck, after a change that the step may depend on.
             is_alone = self._agreement is None
-            return self._standing.effects_undone() if suspicion and is_alone else nullcontext()
+            return self._invalidation.effects_undone() if suspicion and is_alone else nullcontext()
 
         def eagerly() -> dict[str, Tensor]:
             with step.transaction(), self._backend.on_side_stream(), undone():
-                return step.values(captured.run_eagerly(step.rehearse, step.batch))
+                return step.values(self._run_eagerly(captured, step, step.rehearse))
 
         def replay() -> tuple[T, dict[str, Tensor]]:
             nonlocal replays
@@ -88,14 +84,14 @@ class Replays(Generic[T]):
                     return step.rehearse(batch)
 
             with step.transaction(), self._backend.on_side_stream(), undone():
-                outputs = step.values(captured.run_eagerly(rehearse, step.batch))
+                outputs = step.values(self._run_eagerly(captured, step, rehearse))
             put_back_gradients()
             return captured.tape.difference, outputs
 
         timed = captured.kind_to_prove(step.timed)
         captured.adopt_gradients()
         before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
-        suspicion = self._standing.suspicion
+        suspicion = self._invalidation.suspicion
         try:
             state = step.all_state(captured.written)
             if captured.is_checked_apart:
@@ -111,14 +107,14 @@ class Replays(Generic[T]):
                 put_back_gradients()
             signature = step.signature
             if signature is not None and not captured.replays and len(self._graphs) > 1:
-                self._admission.refuse(signature, error)
+                self._invalidation.admission.refuse(signature, error)
             elif isinstance(error, StaleGraphError):
-                self._standing.drop(error.reason)
+                self._invalidation.drop(error.reason)
                 return None, kind_of(error.reason)
             else:
-                self._standing.unsupported(error)
+                self._invalidation.unsupported(error)
             return None, error.reason
-        self._standing.clear_suspicion()
+        self._invalidation.clear_suspicion()
         if captured.is_checked_apart:
             return self.replayed(step, captured), ""
         return self._done(captured, outputs), ""
@@ -130,16 +126,22 @@ class Replays(Generic[T]):
         between: Callable[[T, int], None] | None,
         timed: bool,
     ) -> T:
-        batch = step.batch
+        """Copy the batch into the static batch, if it is not there yet, and replay."""
+        static, batch = captured.static, step.batch
         if timed:
             step.upcoming(captured.upcoming(True))
-            if batch is not captured.static.batch:
+            if batch is not static.batch:
                 with step.copying():
-                    captured.static.copy_from(batch)
-                batch = captured.static.batch
+                    static.copy_from(batch)
         with _NOTHING if self._around_replays is nullcontext else self._around_replays():
+            if not timed:
+                static.copy_from(batch)
             at_break = None if between is None else self._marked(between)
-            return captured.replay(batch, at_break, self._copies.handed, timed)
+            return captured.replay(at_break, self._copies.handed, timed)
+
+    def _run_eagerly(self, captured: CapturedStep[T], step: Step[T], rehearse: Callable[[Any], T]) -> T:
+        captured.static.copy_from(step.batch)
+        return captured.run_eagerly(rehearse)
 
     def _marked(self, between: Callable[[T, int], None]) -> Callable[[T, int], None]:
         """Wrap `between`, so that the backend knows that a graph break is under way."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.graph import Record
+from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.local import local
@@ -79,16 +80,11 @@ class AccumulationPhase(NamedTuple):
 MAKES_GRADIENTS = AccumulationPhase(drops=True, steps=False)
 
 
-@dataclass
+@dataclass(eq=False)
 class Replay(Generic[T]):
-    """The part of a step that a replay needs.
+    """The part of a step that a replay needs; front ends override its methods.
 
     Attributes:
-        upcoming: called before a timed replay with its static outputs, because the replay overwrites
-            their events.
-        copying: entered around the copy of the batch before a timed replay.
-        between: called at each graph break with the static outputs and the index of the break; None
-            without breaks.
         specialization: values outside the batch that are part of the signature, by the names
             that the user knows.
         beside: integers beside the batch, by such names; what captured steps read of them is part of the
@@ -98,55 +94,102 @@ class Replay(Generic[T]):
     batch: Any
     accumulation: AccumulationPhase
     timed: bool = False
-    upcoming: Callable[[T], None] = lambda outputs: None
-    copying: Callable[[], AbstractContextManager[None]] = nullcontext
-    between: Callable[[T, int], None] | None = None
     specialization: Mapping[str, Hashable] = field(default_factory=dict)
     beside: Mapping[str, int] = field(default_factory=dict)
 
+    def refresh(self, outputs: T | None) -> None:
+        """Bring host values to where the graph reads them.
 
-@dataclass(kw_only=True)
-class Step(Replay[T]):
-    """A step, for every phase of its batch.
+        Args:
+            outputs: the static outputs of the replay to come; None before a capture.
+        """
+
+    def upcoming(self, outputs: T) -> None:
+        """Prepare for a timed replay, which overwrites the events of its static outputs."""
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Context of the copy of the batch before a timed replay."""
+        return nullcontext()
+
+    def between(self, outputs: T, index: int) -> None:
+        """Call the hooks of a graph break, given its index and the static outputs."""
+
+
+@dataclass(eq=False)
+class Step(Replay[T], ABC):
+    """A step, for every phase of its batch; each front end has a subclass.
 
     Attributes:
-        run: runs the step eagerly.
-        record: runs the step in a capture and returns the static outputs. Given the static batch, the
-            function to call at graph breaks, and True to record timing events.
-        rehearse: runs the same code eagerly on the static batch, without timing events and graph breaks.
-        values: the outputs to compare in a verification, by name.
-        state: all tensors that the step changes, by name, in the order of the step.
-        transaction: entered around a capture or rehearsal; undoes its effects on the host.
-        parameters: the parameters with gradients that the step drops and makes, and those with gradients
-            that it only adds to.
-        in_window: later steps add to the gradients that this one makes.
-        kept: returns True if user code runs between steps, and can hold references to gradients.
-        learning: entered around warm-up steps.
-        timed_instances: for each capture instance, True if it has timing events.
-        is_broken: returns True if a failed capture has left state with which no later step can run.
-        repair: repairs that state, in all processes together.
         eager_reason: why this step must run eagerly, though others of its phase are replayed;
             empty if it does not.
-        run_last: runs the last warm-up step of the first signature eagerly; None for `run`.
         signature: the signature of the batch; set by the engine before it records or rehearses.
     """
 
-    run: Callable[[], object]
-    record: Record[T]
-    rehearse: Callable[[Any], T]
-    values: Callable[[T], dict[str, Tensor]]
-    state: Callable[[], dict[str, Tensor]]
-    transaction: Callable[[], AbstractContextManager[None]]
-    parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]] = lambda: ([], [])
-    in_window: bool = False
-    kept: Callable[[], bool] = lambda: False
-    learning: Callable[[], AbstractContextManager[None]] = nullcontext
-    timed_instances: tuple[bool, ...] = (False,)
-    is_broken: Callable[[], bool] = lambda: False
-    repair: Callable[[], None] = lambda: None
     eager_reason: str = ""
-    run_last: Callable[[], object] | None = None
-    signature: Signature | None = None
+    signature: Signature | None = field(default=None, init=False)
+
+    @abstractmethod
+    def run(self) -> None:
+        """Run the step eagerly."""
+
+    def run_last(self) -> None:
+        """Run the last warm-up step of the first signature eagerly."""
+        self.run()
+
+    @abstractmethod
+    def record(self, batch: Any, cut: BreakGraph, timed: bool) -> T:
+        """Run the step in a capture, and return the static outputs.
+
+        Args:
+            batch: the static batch.
+            cut: to be called at graph breaks.
+            timed: record timing events.
+        """
+
+    @abstractmethod
+    def rehearse(self, batch: Any) -> T:
+        """Run the code of `record` eagerly, without timing events and graph breaks."""
+
+    @abstractmethod
+    def values(self, outputs: T) -> dict[str, Tensor]:
+        """Return the outputs to compare in a verification, by name."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Return all tensors that the step changes, by name, in the order of the step."""
+
+    @abstractmethod
+    def transaction(self) -> AbstractContextManager[None]:
+        """Context of a capture or rehearsal, which undoes its effects on the host."""
+
+    def learning(self) -> AbstractContextManager[None]:
+        """Context of a warm-up step."""
+        return nullcontext()
+
+    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return those with gradients that the step drops and makes, and those that it only adds to."""
+        return [], []
+
+    def kept(self) -> bool:
+        """True if user code runs between steps, and can hold references to gradients."""
+        return False
+
+    @property
+    def in_window(self) -> bool:
+        """True if later steps add to the gradients that this one makes."""
+        return False
+
+    @property
+    def timed_instances(self) -> tuple[bool, ...]:
+        """For each capture instance, True if it has timing events."""
+        return (False,)
+
+    def is_broken(self) -> bool:
+        """True if a failed capture has left state with which no later step can run."""
+        return False
+
+    def repair(self) -> None:
+        """Repair that state, in all processes together."""
 
     def all_state(self, written: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return all tensors that the step changes: `state`, and others that a capture saw it write."""

@@ -35,14 +35,11 @@ class _ExaminedStep(Protocol):
     @property
     def batch(self) -> Any: ...
 
-    @property
-    def record(self) -> Callable[[Any, Callable[[str, bool], None], bool], Any]: ...
+    def record(self, batch: Any, cut: Callable[[str, bool], None], timed: bool) -> Any: ...
 
-    @property
-    def transaction(self) -> Callable[[], AbstractContextManager[None]]: ...
+    def transaction(self) -> AbstractContextManager[None]: ...
 
-    @property
-    def parameters(self) -> Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]: ...
+    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]: ...
 
     def all_state(self, written: Iterable[Tensor]) -> dict[str, Tensor]: ...
 
@@ -104,9 +101,7 @@ class Diagnosis:
         gradients = [(parameter, parameter.grad) for parameter in (*dropped, *added)]
 
         def record() -> None:
-            static = StaticBatch(step.batch)
-            static.copy_from(step.batch)
-            loan = static.lend()
+            loan = StaticBatch(step.batch).lend()
             with loan.watched():
                 step.record(loan.batch, _leave_out, False)
             loan.refuse_changes()

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.context import CaptureSettings, RunContext
 from lightning_cudagraph.capture.engine import StepEngine
+from lightning_cudagraph.capture.graph import BreakGraph
+from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import (
@@ -45,7 +46,7 @@ from lightning_cudagraph.graphed_step.record import (
     StepResult,
     copied,
 )
-from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES
+from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES, StepReplicas
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.processes.agreement import Intent
@@ -76,30 +77,98 @@ class _Specialization:
     digest: int
     calls: int = 0
 
-    def is_known(self, arguments: Arguments, mode: _Mode, device_type: str) -> bool:
-        """True if a quick comparison shows that a call has this specialization."""
-        static = self.engine.static
-        return (
-            static is not None
+    def graphs_of(
+        self, arguments: Arguments, mode: _Mode, device_type: str
+    ) -> GraphsOfSignature[StepResult] | None:
+        """Return the graphs of a call that a quick comparison shows to have this specialization."""
+        latest = self.engine.graphs.latest
+        is_known = (
+            latest is not None
             and self.mode == mode
             and self.signature.agrees(arguments.beside)
-            and static.leaves_of(arguments.batch, device_type) is not None
+            and latest.static.leaves_of(arguments.batch, device_type) is not None
         )
+        return latest if is_known else None
 
     @property
     def is_decided(self) -> bool:
         """True if a capture has succeeded, or has failed for good."""
         engine = self.engine
-        return engine.has_graphs or engine.given_up or engine.is_refused(self.signature)
+        return bool(engine.graphs) or engine.given_up or engine.is_refused(self.signature)
 
     @contextmanager
     def learning(self, lent: Collection[int]) -> Iterator[None]:
         """Watch a warm-up step, to which some memory is lent."""
         with ExitStack() as stack:
             stack.enter_context(self.guards.effects.watched())
-            if not self.engine.has_graphs:
+            if not self.engine.graphs:
                 stack.enter_context(self.habits.learning(lent))
             yield
+
+
+@dataclass(kw_only=True, eq=False)
+class _ReplayedCall(Replay[StepResult]):
+    """A call as far as a replay needs it."""
+
+    optimizers: OptimizerSteps
+
+    def refresh(self, outputs: StepResult | None) -> None:
+        self.optimizers.note_moves()
+
+
+@dataclass(kw_only=True, eq=False)
+class _Call(_ReplayedCall, Step[StepResult]):
+    """The step of one call.
+
+    Attributes:
+        owns_gradients: no code but the step's refers to gradients.
+        returned: the results of an eager run.
+    """
+
+    recorder: StepRecorder
+    replicas: StepReplicas
+    kind: _Specialization
+    arguments: Arguments
+    owns_gradients: bool
+    returned: list[Any] = field(default_factory=list)
+
+    def run(self) -> None:
+        self.returned.append(self.recorder.run(self.arguments))
+        self.replicas.ran()
+
+    def record(self, batch: Any, cut: BreakGraph, timed: bool) -> StepResult:
+        return self._recorded(batch, capturing=True)
+
+    def rehearse(self, batch: Any) -> StepResult:
+        return self._recorded(batch, capturing=False)
+
+    def _recorded(self, batch: dict[str, Any], capturing: bool) -> StepResult:
+        kind = self.kind
+        return self.recorder.record(batch, self.arguments, kind.habits, kind.guards, capturing)
+
+    def values(self, outputs: StepResult) -> dict[str, Tensor]:
+        return outputs.values()
+
+    def state(self) -> dict[str, Tensor]:
+        return self.recorder.state(self.kind.habits)
+
+    def transaction(self) -> AbstractContextManager[None]:
+        return self.recorder.undone()
+
+    def learning(self) -> AbstractContextManager[None]:
+        return self.kind.learning(self.recorder.lent(self.arguments))
+
+    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        return self.kind.habits.parameters()
+
+    def kept(self) -> bool:
+        return not self.owns_gradients
+
+    def is_broken(self) -> bool:
+        return self.replicas.is_broken()
+
+    def repair(self) -> None:
+        self.replicas.reset()
 
 
 class StepRun:
@@ -181,7 +250,7 @@ class StepRun:
     def _undecided(self) -> Iterator[str]:
         """Kinds that have come too seldom for a capture, beside others with graphs."""
         kinds = self._specializations.values()
-        captured = [each.signature for each in kinds if each.engine.has_graphs]
+        captured = [each.signature for each in kinds if each.engine.graphs]
         few = self._context.settings.warmup_steps
         waiting = [kind for kind in kinds if captured and not kind.is_decided and kind.calls <= few]
         for kind in waiting[:_MAX_NAMED]:
@@ -199,7 +268,7 @@ class StepRun:
         """
         arguments = self._recorder.arguments(args, kwargs)
         try:
-            kind = self._specialization(arguments)
+            kind, graphs = self._specialization(arguments)
         except UnsupportedError as error:
             if self._settings.raise_unsupported:
                 raise
@@ -214,18 +283,29 @@ class StepRun:
             kind.guards.suspect()
         # One instance for each phase: its gradients have one address anyway.
         accumulation = AccumulationPhase(True, kind.habits.finds_gradients())
-        replay: Replay[StepResult] = Replay(
-            arguments.batch, accumulation, specialization=kind.mode, beside=arguments.beside
+        batch, mode, beside = arguments.batch, kind.mode, arguments.beside
+        replay = _ReplayedCall(
+            batch, accumulation, specialization=mode, beside=beside, optimizers=self._optimizers
         )
-        result = kind.engine.again(replay, self._refresh)
+        result = kind.engine.again(replay, graphs)
         if result is None:
-            returned: list[Any] = []
-            step = self._step(kind, arguments, accumulation, returned)
+            step = _Call(
+                batch,
+                accumulation,
+                specialization=mode,
+                beside=beside,
+                optimizers=self._optimizers,
+                recorder=self._recorder,
+                replicas=self._replicas,
+                kind=kind,
+                arguments=arguments,
+                owns_gradients=self._owns_gradients,
+            )
             phase, result = self._run(kind, arguments, step)
             if phase is Phase.WARMING:
                 self._recorder.warmed_up(arguments, kind.habits)
             if result is None:
-                given = copied(returned.pop())
+                given = copied(step.returned.pop())
                 kind.habits.ended()
                 return given
         for note in result.host_notes:
@@ -237,10 +317,10 @@ class StepRun:
     ) -> tuple[Phase, StepResult | None]:
         """Run a step in its phase."""
         if self._reads is None:
-            return kind.engine.step(step, self._refresh, kind.signature)
+            return kind.engine.step(step, kind.signature)
         version, captures = self._reads.version, self.counts.captures
         signature = self._signature(arguments, kind.mode)
-        outcome = kind.engine.step(step, self._refresh, signature)
+        outcome = kind.engine.step(step, signature)
         kinds = [*self._specializations.values()]
         if self.counts.captures != captures or kind.engine.is_refused(signature):
             kind.signature = signature  # that of the capture: others will differ by what steps read
@@ -265,44 +345,6 @@ class StepRun:
         if self._last is not None:
             self._last.engine.leave()
 
-    def _refresh(self, result: StepResult | None) -> None:
-        self._optimizers.note_moves()
-
-    def _step(
-        self,
-        kind: _Specialization,
-        arguments: Arguments,
-        accumulation: AccumulationPhase,
-        returned: list[Any],
-    ) -> Step[StepResult]:
-        """Make the engine's `Step` of a call; an eager run adds its result to `returned`."""
-        recorder, habits = self._recorder, kind.habits
-
-        def run() -> None:
-            returned.append(recorder.run(arguments))
-            self._replicas.ran()
-
-        def record(batch: dict[str, Any], capturing: bool) -> StepResult:
-            return recorder.record(batch, arguments, habits, kind.guards, capturing)
-
-        return Step(
-            batch=arguments.batch,
-            run=run,
-            record=lambda batch, cut, timed: record(batch, capturing=True),
-            rehearse=lambda batch: record(batch, capturing=False),
-            values=lambda result: result.values(),
-            state=lambda: recorder.state(habits),
-            transaction=recorder.undone,
-            parameters=habits.parameters,
-            accumulation=accumulation,
-            kept=lambda: not self._owns_gradients,
-            is_broken=self._replicas.is_broken,
-            repair=self._replicas.reset,
-            learning=partial(kind.learning, recorder.lent(arguments)),
-            specialization=kind.mode,
-            beside=arguments.beside,
-        )
-
     def close(self) -> None:
         """Release the graphs, and restore the optimizers."""
         with ExitStack() as stack:  # graphs first
@@ -311,16 +353,19 @@ class StepRun:
             for kind in self._specializations.values():
                 stack.callback(kind.engine.close)
 
-    def _specialization(self, arguments: Arguments) -> _Specialization:
-        mode = self._mode()
-        if self._last is not None and self._last.is_known(arguments, mode, self.backend.device.type):
-            return self._last
+    def _specialization(
+        self, arguments: Arguments
+    ) -> tuple[_Specialization, GraphsOfSignature[StepResult] | None]:
+        """Find the specialization of a call, and its graphs if a quick comparison finds them."""
+        mode, last = self._mode(), self._last
+        if last is not None and (graphs := last.graphs_of(arguments, mode, self.backend.device.type)):
+            return last, graphs
         signature = self._signature(arguments, mode)
         if signature not in self._specializations:
-            for kind in make_room(self._specializations, lambda kind: not kind.engine.has_graphs):
+            for kind in make_room(self._specializations, lambda kind: not kind.engine.graphs):
                 kind.engine.close()
             self._specializations[signature] = self._specialized(signature, mode, arguments.batch)
-        return self._specializations[signature]
+        return self._specializations[signature], None
 
     def _signature(self, arguments: Arguments, mode: _Mode) -> Signature:
         return Signature(arguments.batch, self.backend.device, mode, self._reads, arguments.beside)

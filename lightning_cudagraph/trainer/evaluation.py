@@ -14,8 +14,8 @@ in the first forward pass after a training step: that batch runs eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
+from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.device.backend import Backend
@@ -35,7 +36,6 @@ from lightning_cudagraph.tensors.batch import (
     map_leaves,
     refuse_odd_outputs,
 )
-from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.tensors.recomputed import Recomputed
 from lightning_cudagraph.timing.output.stages import StageSummary
@@ -70,6 +70,46 @@ class _Outputs:
     returned: Any
     logs: LoggedStep
     recomputed: list[Recomputed]
+
+
+@dataclass(kw_only=True, eq=False)
+class _EvaluationStep(Step[_Outputs]):
+    """The step of one batch.
+
+    Attributes:
+        indices: the indices of the batch and of its dataloader.
+        others: functions that give another result in a capture.
+        returned: the results of an eager run.
+    """
+
+    evaluation: GraphedEvaluation
+    indices: tuple[int, ...]
+    others: dict[Any, tuple[str, str]]
+    returned: list[Any] = field(default_factory=list)
+
+    def refresh(self, outputs: _Outputs | None) -> None:
+        self.evaluation._run.metrics.adopt()
+
+    def run(self) -> None:
+        self.evaluation._run_eagerly(self)
+
+    def record(self, batch: Any, cut: BreakGraph, timed: bool) -> _Outputs:
+        return self.evaluation._record(self, batch, capturing=True)
+
+    def rehearse(self, batch: Any) -> _Outputs:
+        return self.evaluation._record(self, batch, capturing=False)
+
+    def values(self, outputs: _Outputs) -> dict[str, Tensor]:
+        return self.evaluation._values(outputs)
+
+    def state(self) -> dict[str, Tensor]:
+        return self.evaluation._state()
+
+    def transaction(self) -> AbstractContextManager[None]:
+        return self.evaluation._run.undone()
+
+    def learning(self) -> AbstractContextManager[None]:
+        return self.evaluation._run.learning()
 
 
 class GraphedEvaluation:
@@ -142,39 +182,24 @@ class GraphedEvaluation:
 
     def _step(self, batch: Any, *indices: int) -> Any:
         """Take a batch through its phase; replaces the strategy's method."""
-        run, eager_step = self._run, self._eager_step
-        assert eager_step is not None
-        returned: list[Any] = []
+        run = self._run
         # After the index of the batch comes that of the dataloader, if there are several.
         dataloader_idx = indices[1:]
-        others = _NO_INFERENCE_MODE if torch.is_inference_mode_enabled() else {}
-
-        def eagerly() -> None:
-            with run.logs.noted():
-                returned.append(eager_step(batch, *indices))
-
-        def record(static: Any, capturing: bool) -> _Outputs:
-            return self._record(static, indices, step.signature, capturing, others)
-
-        step = Step(
-            batch=batch,
-            run=eagerly,
-            record=lambda static, cut, timed: record(static, capturing=True),
-            rehearse=lambda static: record(static, capturing=False),
-            values=self._values,
-            state=self._state,
-            transaction=run.undone,
-            accumulation=_PLACE,
+        step = _EvaluationStep(
+            batch,
+            _PLACE,
             specialization={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
             beside=run.numbers.beside(indices[0]) if indices else {},
-            learning=run.learning,
             eager_reason=run.replicas.reason_in_evaluation(),
+            evaluation=self,
+            indices=indices,
+            others=_NO_INFERENCE_MODE if torch.is_inference_mode_enabled() else {},
         )
-        phase, outputs = self._engine.step(step, lambda outputs: run.metrics.adopt())
+        phase, outputs = self._engine.step(step)
         if phase is Phase.WARMING:
             run.logs.warmed_up(step.signature, batch)
         if outputs is None:
-            return returned[0]
+            return step.returned[0]
         for attribute in outputs.recomputed:
             attribute.hand_over()
         run.replicas.evaluated()
@@ -183,26 +208,22 @@ class GraphedEvaluation:
         # Copies: Lightning keeps predictions, and the next replay overwrites static outputs.
         return map_leaves(outputs.returned, copied_leaf)
 
-    def _record(
-        self,
-        batch: Any,
-        indices: tuple[int, ...],
-        signature: Signature | None,
-        capturing: bool,
-        others: dict[Any, tuple[str, str]],
-    ) -> _Outputs:
+    def _run_eagerly(self, step: _EvaluationStep) -> None:
+        assert self._eager_step is not None
+        with self._run.logs.noted():
+            step.returned.append(self._eager_step(step.batch, *step.indices))
+
+    def _record(self, step: _EvaluationStep, batch: Any, capturing: bool) -> _Outputs:
         """Run a step on the static batch.
 
         Args:
-            indices: the indices of the batch and of its dataloader.
             capturing: True in a capture, False in a rehearsal.
-            others: functions that give another result in a capture.
 
         Raises:
             CaptureError: if the step has an effect on the host that a replay would not have.
         """
         assert self._eager_step is not None
-        run, trainer = self._run, self._trainer
+        run, trainer, signature, indices = self._run, self._trainer, step.signature, step.indices
         called = (trainer.strategy, trainer.precision_plugin)
         refuse_replaced_methods(self._module, None, run.settings.harmless, self._step_name, called)
         arguments: list[Any] = [*indices]
@@ -211,7 +232,7 @@ class GraphedEvaluation:
         with (
             unprofiled(trainer),
             self._without_gradients(),
-            run.recorded(signature, batch, capturing, other_in_captures=others) as parts,
+            run.recorded(signature, batch, capturing, other_in_captures=step.others) as parts,
         ):
             try:
                 returned = self._eager_step(batch, *arguments)

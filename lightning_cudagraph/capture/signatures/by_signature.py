@@ -19,6 +19,8 @@ from lightning_cudagraph.tensors.static import StaticBatch
 
 T = TypeVar("T")
 
+_NOTHING: Mapping[str, Hashable] = {}
+
 NotYet = Literal["not yet"]
 NOT_YET: NotYet = "not yet"
 
@@ -145,56 +147,51 @@ class GraphsBySignature(Generic[T]):
         self._signatures.dropped([signature])
         for captured in graphs.by_place.values():
             captured.release()
+        graphs.by_place.clear()  # a batch in its static batch may still refer to them
 
     def least_recent(self) -> GraphsOfSignature[T] | None:
         """Return the least recently used graphs; None if there are none."""
         return min(self._graphs.values(), key=lambda graphs: graphs.last_use, default=None)
-
-    @property
-    def static(self) -> StaticBatch | None:
-        """The static batch of the latest graph."""
-        return None if self.latest is None else self.latest.static
 
     def static_of(self, signature: Signature) -> StaticBatch | None:
         """Return the static batch of a signature that has a graph, or None."""
         graphs = self._graphs.get(signature)
         return None if graphs is None else graphs.static
 
-    def static_for(
-        self, batch: Any, beside: Mapping[str, int]
-    ) -> tuple[StaticBatch, list[Tensor], list[Any]] | None:
-        """Find the static batch for a batch in host memory or on the device, by a quick comparison.
+    def find(
+        self,
+        batch: Any,
+        beside: Mapping[str, int],
+        specialization: Mapping[str, Hashable] = _NOTHING,
+        from_loader: bool = False,
+    ) -> tuple[GraphsOfSignature[T], list[Tensor], list[Any]] | None:
+        """Find the graphs of a batch by a quick comparison.
+
+        Args:
+            from_loader: the batch may be in host memory. If not, it is on the device, and may be the
+                static batch itself.
 
         Returns:
-            The static batch, and the tensors and host values of the batch in its order. Or None.
+            The graphs, and the tensors and host values of the batch in the order of the static batch;
+            none of either if it is the static batch. Or None.
         """
-        for graphs in self._latest_first():
-            if not graphs.signature.agrees(beside):
+        latest, every = self.latest, self._graphs.values()
+        for graphs in every if latest is None or len(every) == 1 else (latest, *every):
+            if specialization != graphs.specialization or not graphs.signature.agrees(beside):
                 continue
-            # Loaders leave batches in host memory, or already on the device.
-            leaves = graphs.static.leaves_of(batch, "cpu")
-            leaves = leaves or graphs.static.leaves_of(batch, self._device.type)
+            static = graphs.static
+            if batch is static.batch and not from_loader:
+                return graphs, [], []
+            leaves = static.leaves_of(batch, "cpu") if from_loader else None
+            leaves = leaves or static.leaves_of(batch, self._device.type)
             if leaves is not None:
-                return graphs.static, *leaves
+                return graphs, *leaves
         return None
 
     def known(self, step: Replay[T]) -> GraphsOfSignature[T] | None:
         """Return the graphs that a quick comparison shows to be of the step's signature, or None."""
-        if (latest := self.latest) is not None and self._fit(latest, step):
-            return latest
-        return next((graphs for graphs in self._graphs.values() if self._fit(graphs, step)), None)
-
-    def _fit(self, graphs: GraphsOfSignature[T], step: Replay[T]) -> bool:
-        if step.specialization != graphs.specialization or not graphs.signature.agrees(step.beside):
-            return False
-        static, batch = graphs.static, step.batch
-        return batch is static.batch or static.leaves_of(batch, self._device.type) is not None
-
-    def _latest_first(self) -> list[GraphsOfSignature[T]]:
-        latest = self.latest
-        if len(self._graphs) == 1 or latest is None:
-            return [*self._graphs.values()]
-        return [latest, *(graphs for graphs in self._graphs.values() if graphs is not latest)]
+        found = self.find(step.batch, step.beside, step.specialization)
+        return None if found is None else found[0]
 
     def maker(self, step: Step[T]) -> CapturedStep[T] | NotYet | None:
         """Return the captured step that makes the gradients to which this step adds.

@@ -101,7 +101,7 @@ class TapedOp:
             if is_collective(self.func):
                 wait_for(self.func, results)
         for target, value in zip(self.results, tensors_in(results), strict=True):
-            if target is not None:
+            if target is not None and not target._is_zerotensor():  # a forward derivative: no memory
                 target.copy_(value)
 
 

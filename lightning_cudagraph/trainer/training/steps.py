@@ -9,15 +9,14 @@ replay, or not at all on this batch, it happens in the call of the closure. On t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from itertools import product, starmap
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.engine import StepEngine
@@ -79,10 +78,6 @@ class TrainingSteps:
         self._eager = EagerSteps(run)
         self._plain = PlainSteps(run.trainer, run.backend, run.settings)
         self._after_replay = AfterReplay(run)
-        self._refreshes = {
-            accumulation: partial(self._refresh, accumulation)
-            for accumulation in starmap(AccumulationPhase, product((False, True), repeat=3))
-        }
         self._n_without_loss = 0  # warm-up steps, in a row
         self.phase = Phase.EAGER
         self.is_in_step = self.is_state_unread = False
@@ -217,21 +212,19 @@ class TrainingSteps:
         progress = optimization.optim_progress.optimizer.step
         total, current = progress.total, progress.current
         timed = self._clock.is_due(total.completed)
-        between = partial(self._between, batch, batch_idx, steps)
-        replay = Replay(
+        replay = TrainingReplay(
             batch,
             accumulation,
             timed,
-            self._upcoming,
-            self._clock.copying,
-            between,
             beside=self._run.numbers.beside(batch_idx),
+            steps=self,
+            batch_idx=batch_idx,
         )
         if steps:
             total.ready += 1
             current.ready += 1
         with part.optimizer.outcomes.late(self.is_state_unread):
-            outputs = self._engine.again(replay, self._refreshes[accumulation])
+            outputs = self._engine.again(replay, self.transfer.graphs_of(batch))
         if outputs is None:
             if steps:
                 total.ready -= 1
@@ -247,19 +240,6 @@ class TrainingSteps:
         """Copies of the static outputs of the last replay, as hooks get them."""
         return self._after_replay.outputs(outputs)
 
-    def _between(
-        self, batch: Any, batch_idx: int, steps: bool, outputs: StepOutputs, index: int
-    ) -> None:
-        """Call the hooks of a graph break on the fast path."""
-        optimization, prepared = self._optimization, self._part.optimizer
-        closure = optimization.closure_for_capture(
-            OrderedDict(batch=batch), self._strategy.optimizers[0], batch_idx, self._call_closure
-        )
-        self._run.hooks.watch(closure, prepared.optimizer)
-        optimizer = prepared if steps else EagerOptimizer(prepared.optimizer)
-        with setting(self, is_in_step=True), self._run.times.host.of(AT_BREAKS):
-            self._after_replay.in_the_middle(outputs, index, closure, optimizer)
-
     def _take(self, closure: GraphClosure, body: StepBody, eagerly: Callable[[], R]) -> R | Tensor:
         """Do a step with one of Lightning's closures: eagerly, by capture, or by replay.
 
@@ -271,10 +251,21 @@ class TrainingSteps:
         run.logs.settle()
         timed = self._clock.is_due(run.steps_before)
         returned: list[R] = []
-        step = self._step(closure, body, lambda: returned.append(eagerly()), timed)
+        step = TrainingStep(
+            closure.batch,
+            accumulation,
+            timed,
+            beside=run.numbers.beside(closure.batch_idx),
+            eager_reason=run.replicas.eager_reason(accumulation),
+            steps=self,
+            batch_idx=closure.batch_idx,
+            closure=closure,
+            body=body,
+            eagerly=lambda: returned.append(eagerly()),
+        )
         checked = self._verifier.checked
         with setting(self, is_in_step=True):
-            self.phase, outputs = self._engine.step(step, self._refreshes[accumulation])
+            self.phase, outputs = self._engine.step(step)
         if self.phase is not Phase.CAPTURED or self._verifier.checked != checked:
             self._clock.interrupted()
         if self._verifier.checked != checked:
@@ -308,78 +299,122 @@ class TrainingSteps:
         ):
             self._engine.unsupported(error, step.signature)
 
-    def _step(
-        self, closure: GraphClosure, body: StepBody, eagerly: Callable[[], object], timed: bool
-    ) -> Step[StepOutputs]:
-        run, accumulation, recorder = self._run, body.accumulation, self._recorder
 
-        def record(batch: Any, cut: BreakGraph, timed: bool) -> StepOutputs:
-            with run.replicas.undone():  # each capture instance begins in the same state
-                timings = run.settings.timings if timed else None
-                reads = None if step.signature is None else step.signature.reads
-                outputs = recorder.record(batch, closure, body, timings, cut, place(), reads)
-            outputs.is_measured = self._engine.is_timed(step.signature)
-            return outputs
+@dataclass(kw_only=True, eq=False)
+class TrainingReplay(Replay[StepOutputs]):
+    """A training step on the fast path, without a closure."""
 
-        def place() -> Hashable:
-            return accumulation, step.signature
+    steps: TrainingSteps
+    batch_idx: int
 
-        def run_last() -> None:
-            self._eager.run_marked(eagerly, accumulation.steps)
-
-        step = Step(
-            batch=closure.batch,
-            accumulation=accumulation,
-            beside=run.numbers.beside(closure.batch_idx),
-            timed=timed,
-            upcoming=self._upcoming,
-            copying=self._clock.copying,
-            between=lambda outputs, index: self._after_replay.in_the_middle(
-                outputs, index, closure, body.optimizer
-            ),
-            run=lambda: self._eager.run(eagerly),
-            run_last=run_last if run.settings.timings is not None else None,
-            record=record,
-            rehearse=lambda batch: recorder.record(batch, closure, body, None, None, place()),
-            values=StepOutputs.values,
-            state=lambda: {
-                **self._part.state(accumulation, self._makes_gradients(accumulation)),
-                **run.metrics.tensors(),
-            },
-            transaction=self._undone,
-            parameters=lambda: self._part.parameters(self._makes_gradients(accumulation)),
-            is_broken=run.replicas.is_broken,
-            repair=run.replicas.reset,
-            eager_reason=run.replicas.eager_reason(accumulation),
-            in_window=run.trainer.accumulate_grad_batches > 1,
-            kept=lambda: self._part.behind is not None or not gradients_unseen(run.trainer, run.module),
-            learning=self._learning,
-            timed_instances=run.times.timed_instances(accumulation, run.trainer.accumulate_grad_batches),
-        )
-        return step
-
-    def _makes_gradients(self, accumulation: AccumulationPhase) -> bool:
-        """True for a step that drops gradients and makes new ones, False for one that adds to them."""
-        return accumulation.drops and not self._run.hooks.leave_gradients
-
-    def _refresh(self, accumulation: AccumulationPhase, outputs: StepOutputs | None) -> None:
+    def refresh(self, outputs: StepOutputs | None) -> None:
         """Bring host values (learning rates, metric states, logs) to where the graph reads them."""
-        if accumulation.steps:
-            self._part.optimizer.note_moves()
-        self._run.metrics.adopt()
-        self._run.logs.before_replay(None if outputs is None else outputs.logs)
+        steps = self.steps
+        if self.accumulation.steps:
+            steps._part.optimizer.note_moves()
+        steps._run.metrics.adopt()
+        steps._run.logs.before_replay(None if outputs is None else outputs.logs)
 
-    def _upcoming(self, outputs: StepOutputs) -> None:
-        self._clock.upcoming(outputs.marks)
+    def upcoming(self, outputs: StepOutputs) -> None:
+        self.steps._clock.upcoming(outputs.marks)
+
+    def copying(self) -> AbstractContextManager[None]:
+        return self.steps._clock.copying()
+
+    def between(self, outputs: StepOutputs, index: int) -> None:
+        steps = self.steps
+        run, prepared = steps._run, steps._part.optimizer
+        closure = run.optimization.closure_for_capture(
+            OrderedDict(batch=self.batch),
+            run.trainer.strategy.optimizers[0],
+            self.batch_idx,
+            steps._call_closure,
+        )
+        run.hooks.watch(closure, prepared.optimizer)
+        optimizer = prepared if self.accumulation.steps else EagerOptimizer(prepared.optimizer)
+        with setting(steps, is_in_step=True), run.times.host.of(AT_BREAKS):
+            steps._after_replay.in_the_middle(outputs, index, closure, optimizer)
+
+
+@dataclass(kw_only=True, eq=False)
+class TrainingStep(TrainingReplay, Step[StepOutputs]):
+    """A training step with one of Lightning's closures."""
+
+    closure: GraphClosure
+    body: StepBody
+    eagerly: Callable[[], object]
+
+    def between(self, outputs: StepOutputs, index: int) -> None:
+        self.steps._after_replay.in_the_middle(outputs, index, self.closure, self.body.optimizer)
+
+    def run(self) -> None:
+        self.steps._eager.run(self.eagerly)
+
+    def run_last(self) -> None:
+        if self.steps._run.settings.timings is None:
+            self.run()
+        else:
+            self.steps._eager.run_marked(self.eagerly, self.accumulation.steps)
+
+    def record(self, batch: Any, cut: BreakGraph, timed: bool) -> StepOutputs:
+        steps, signature = self.steps, self.signature
+        run = steps._run
+        assert signature is not None
+        place = self.accumulation, signature
+        with run.replicas.undone():  # each capture instance begins in the same state
+            timings = run.settings.timings if timed else None
+            outputs = steps._recorder.record(
+                batch, self.closure, self.body, timings, cut, place, signature.reads
+            )
+        outputs.is_measured = steps._engine.graphs.is_timed(signature)
+        return outputs
+
+    def rehearse(self, batch: Any) -> StepOutputs:
+        place = self.accumulation, self.signature
+        return self.steps._recorder.record(batch, self.closure, self.body, None, None, place)
+
+    def values(self, outputs: StepOutputs) -> dict[str, Tensor]:
+        return outputs.values()
+
+    def state(self) -> dict[str, Tensor]:
+        part, metrics = self.steps._part, self.steps._run.metrics
+        return {**part.state(self.accumulation, self._makes_gradients()), **metrics.tensors()}
 
     @contextmanager
-    def _learning(self) -> Iterator[None]:
-        run = self._run
+    def transaction(self) -> Iterator[None]:
+        steps = self.steps
+        with steps._recorder.undone(), steps._part.undone(), steps._run.undone():
+            yield
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        run = self.steps._run
         detach_recomputed(run.module)  # first, because the watch of effects keeps references
         with run.hooks.learning(), run.learning():
             yield
 
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        with self._recorder.undone(), self._part.undone(), self._run.undone():
-            yield
+    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        return self.steps._part.parameters(self._makes_gradients())
+
+    def _makes_gradients(self) -> bool:
+        """True for a step that drops gradients and makes new ones, False for one that adds to them."""
+        return self.accumulation.drops and not self.steps._run.hooks.leave_gradients
+
+    def kept(self) -> bool:
+        run = self.steps._run
+        return self.steps._part.behind is not None or not gradients_unseen(run.trainer, run.module)
+
+    @property
+    def in_window(self) -> bool:
+        return self.steps._run.trainer.accumulate_grad_batches > 1
+
+    @property
+    def timed_instances(self) -> tuple[bool, ...]:
+        run = self.steps._run
+        return run.times.timed_instances(self.accumulation, run.trainer.accumulate_grad_batches)
+
+    def is_broken(self) -> bool:
+        return self.steps._run.replicas.is_broken()
+
+    def repair(self) -> None:
+        self.steps._run.replicas.reset()

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_cudagraph.capture.engine import StepEngine
+from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.hooks.user_hooks import batches_unseen
@@ -30,14 +31,14 @@ class BatchTransfer:
 
     def __init__(self, run: TrainingRun, engine: StepEngine[StepOutputs]) -> None:
         self._run = run
-        self._engine = engine
+        self._graphs = engine.graphs
         self._trainer = run.trainer
         self._module = run.module
         self._clock = run.times.clock
         self._original: Callable[..., Any] = run.trainer.strategy.batch_to_device
         self._unseen: bool | None = None
-        # The latest static batch, and the arguments that Lightning would have moved.
-        self._handed: tuple[Any, Any, Any, Any] | None = None
+        # The graphs of the latest batch, and the arguments that Lightning would have moved.
+        self._handed: tuple[GraphsOfSignature[StepOutputs], Any, Any, Any] | None = None
 
     def suspect(self) -> None:
         """Look for hooks that see batches again: code other than training steps has run."""
@@ -71,26 +72,30 @@ class BatchTransfer:
             self._unseen = self._is_unseen()
         if not self._unseen:
             return None
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        beside = self._run.numbers.beside(progress.ready)  # the batch is counted after its transfer
-        if (found := self._engine.static_for(batch, beside)) is None:
+        beside: dict[str, int] = {}
+        if self._graphs.reads.is_any:
+            progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+            beside = self._run.numbers.beside(progress.ready)  # the batch is counted after its transfer
+        if (found := self._graphs.find(batch, beside, from_loader=True)) is None:
             return None
-        static, tensors, values = found
+        graphs, tensors, values = found
+        static = graphs.static
         if (copying := self._copying()) is None:
             static.fill(tensors, values)
         else:
             with copying:
                 static.fill(tensors, values)
-        self._handed = static.batch, batch, args, kwargs
+        self._handed = graphs, batch, args, kwargs
         return static.batch
 
-    def is_static(self, batch: Any) -> bool:
-        """True if this is the static batch, which later replays overwrite."""
-        return self._handed is not None and batch is self._handed[0]
+    def graphs_of(self, batch: Any) -> GraphsOfSignature[StepOutputs] | None:
+        """The graphs of a batch, if it is their static batch, which later replays overwrite."""
+        handed = self._handed
+        return handed[0] if handed is not None and batch is handed[0].static.batch else None
 
     def own(self, batch: Any) -> Any:
         """The batch for code that may keep it: a new transfer if `batch` is the static one."""
-        if self._handed is None or batch is not self._handed[0]:
+        if self._handed is None or self.graphs_of(batch) is None:
             return batch
         _, batch, args, kwargs = self._handed
         return self._original(batch, *args, **kwargs)
@@ -107,7 +112,7 @@ class BatchTransfer:
 
     def _has_static(self) -> bool:
         # Batches that only update batch norm are never replayed.
-        return not self._run.optimization._skip_backward and self._engine.has_graphs
+        return not self._run.optimization._skip_backward and bool(self._graphs)
 
     def _copying(self) -> AbstractContextManager[None] | None:
         """A context that times the transfer of a batch, or None if its step is not timed."""

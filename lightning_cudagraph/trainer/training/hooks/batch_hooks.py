@@ -95,7 +95,7 @@ class BatchHooks:
 
     def _readable(self, batch: Any, hook: Any, position: int) -> Any:
         """The batch, or one that no replay overwrites, if the hook reads it and may keep it."""
-        if not self._transfer.is_static(batch) or ignores(hook, position) or is_known(hook):
+        if self._transfer.graphs_of(batch) is None or ignores(hook, position) or is_known(hook):
             return batch
         own = self._transfer.own(batch)
         self._trainer.fit_loop.epoch_loop._results.batch = own
