@@ -85,7 +85,7 @@ def _asker(func: Any) -> Any:
     code = getattr(func, "__code__", None)
     if code is not None and code.co_filename.startswith(_TORCH):
         return func
-    handle = sys._getframe(2)  # behind `torch_function`
+    handle = sys._getframe(2)  # behind `__torch_function__`
     asker = handle.f_back
     if handle.f_code is not _HANDLE or asker is None:
         return func
@@ -113,12 +113,12 @@ class OwnFunctionMode(TorchFunctionMode):
         super().__init_subclass__()
         if (own := vars(cls).get("__torch_function__")) is not None:
 
-            def torch_function(
+            def __torch_function__(
                 self: Any, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
             ) -> Any:
                 return own(self, _asker(func), kinds, args, kwargs or {})
 
-            cls.__torch_function__ = torch_function  # type: ignore[method-assign]
+            cls.__torch_function__ = __torch_function__  # type: ignore[method-assign]
             not_compiled(own, with_what_it_calls=True)
         not_compiled(cls.__torch_function__, with_what_it_calls=True)
 
