@@ -296,6 +296,36 @@ class PointerInSlice(Reads):
         self.queue[self.pointer : 64].zero_()  # BAD
 
 
+class PointerOfColumns(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        start = int(self.pointer)  # BAD
+        self.queue[:, start : start + 2] = 1.0
+
+
+class NotItself(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        if self.factor != self.factor:  # BAD
+            self.factor.fill_(1)
+
+
+class Covariance(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        normal = torch.distributions.MultivariateNormal
+        normal(x[:, :2], x.new_ones(2).diag(), validate_args=False)  # BAD
+
+
+class MaskOfATransformer(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(12, 2, 8, batch_first=True), 1, enable_nested_tensor=False
+        )
+        self.register_buffer("later", torch.ones(8, 8, dtype=torch.bool).triu(1))
+
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.encoder(x[None], mask=self.later[: len(x), : len(x)])  # BAD
+
+
 class LengthInSlice(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         x[: y.max()].sum()  # BAD
@@ -393,6 +423,16 @@ class BreaksSteps(DecidesOnAStep):
                 break
 
 
+class BreaksBeforeSteps(DecidesOnAStep):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for _ in range(2):
+            loss = Net.training_step(self, batch, batch_idx)["loss"]
+            if loss > 100:  # BAD
+                break
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+
 class BreaksALoop(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         for _ in range(2):
@@ -454,6 +494,10 @@ REMEDIES: dict[type[Net], str] = {
     Pointer: PLACES,
     PointerItem: PLACES,
     PointerInSlice: PLACES,
+    PointerOfColumns: PLACES,
+    NotItself: "Count in a buffer, `self.bad",
+    Covariance: "`scale_tril=torch.linalg.cholesky_ex(covariance)[0]`",
+    MaskOfATransformer: "Pass `is_causal=True` beside a causal mask",
     LengthInSlice: MASK,
     Length: MASK,
     Size: MASK,
@@ -468,6 +512,7 @@ REMEDIES: dict[type[Net], str] = {
     Kept: "Return the tensor from the step.*`on_train_batch_end`",
     Counted: "Count with a fixed size: `F.one_hot",
     DecidesOnAStep: "with one `GraphedStep` each.*docs/recipes/parts.md",
+    BreaksBeforeSteps: "A replay takes all steps of the loop.*docs/recipes/nan_checks.md",
     BreaksSteps: "A replay takes all steps of the loop.*docs/recipes/nan_checks.md",
     BreaksALoop: "Loop as often as is needed at most.*docs/recipes/early_exit.md",
     Dropout: "`x * (torch.rand_like(x) >= p) / (1 - p)`",

@@ -51,7 +51,7 @@ def refuse_unsupported_modules(model: nn.Module, averaged: bool = False, sharded
             raise UnsupportedError(
                 f"{named} is a `{type(child).__name__}(sparse=True)`, whose gradients have a size that"
                 " depends on values.",
-                "Pass `sparse=False`.",
+                "Pass `sparse=False`, and Adam instead of SparseAdam.",
             )
 
 

@@ -276,6 +276,16 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             " `on_train_batch_end`."
         )
         recipe = "forward_hooks"
+    elif type(change.now) is int:
+        remedy += (
+            " For a choice in every n-th step, compare `batch_idx` or `global_step`: each path has a"
+            " graph."
+        )
+    elif isinstance(change.now, list) and all(isinstance(each, Tensor) for each in change.now):
+        remedy = (
+            f"Keep a tuple, `self.{change.label} = tuple(...)`: its tensors go from replay to replay."
+        )
+        recipe = "kept_tensors"
     return CaptureError(
         f"The training step sets or changes {named}, which a replay would not do: it would keep what"
         " this one step left there.",

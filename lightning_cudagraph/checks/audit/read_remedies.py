@@ -12,6 +12,7 @@ _AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every
 # What the user's line does.
 _LOGS = re.compile(r"\bself\.log\(|\.log_dict\(")
 _PRINTS = re.compile(r"\bprint\(|\blog(ger|ging)?\.")
+_RATES = re.compile(r"\blr\b|get_last_lr|param_groups|lr_schedulers")
 _BRANCHES = re.compile(r"^(if|elif|while|assert|match)\b|\bif\b.*\belse\b")
 
 
@@ -44,8 +45,11 @@ _CHOOSE = Remedy(f"{_COMPUTE.text} Use `torch.where` instead of `if`.", _COMPUTE
 
 def afterwards(where: Location | None) -> str:
     """The remedy for what a line does for the user alone."""
-    counts = where is not None and "global_step" in where.source
-    return f"{_AFTERWARDS}{'; there, `global_step` counts this step too' if counts else ''}."
+    source = "" if where is None else where.source
+    if _RATES.search(source):
+        return "Do it in `on_train_batch_start`: learning rate and `global_step` there are this step's."
+    counts = "; there, `global_step` counts this step too" if "global_step" in source else ""
+    return f"{_AFTERWARDS}{counts}."
 
 
 def remedy_of_read(where: Location | None) -> Remedy:

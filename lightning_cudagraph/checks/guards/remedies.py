@@ -17,6 +17,7 @@ HAND_OVER = (
 )
 
 _OF_KINDS = (
+    (r"^the number of param groups ", ""),
     (
         r"^the (address|shape|strides) of ",
         "Write into the tensor (`copy_`, `lerp_`) instead of giving it other memory (`.data = ...`).",

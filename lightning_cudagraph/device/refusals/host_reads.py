@@ -6,7 +6,7 @@ import linecache
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
@@ -26,7 +26,7 @@ PACKED: Words = (
     " second RNN on each sequence backwards." + see("packed_sequences"),
 )
 # In a line: those of `math` and `numpy`, which read the value before they ask.
-_FINITE_CHECK = re.compile(r"\bis(nan|inf|finite)\(")
+_FINITE_CHECK = re.compile(r"\bis(nan|inf|finite)\(|([\w.]+) != \2\b")
 _ASK_IF_FINITE = frozenset(
     getattr(owner, name)
     for owner in (torch, Tensor)
@@ -52,6 +52,12 @@ class _Reader:
 _READERS = (
     _Reader(
         "torch/distributions/",
+        lambda function, file: (function, file) == ("__init__", "multivariate_normal.py"),
+        "Pass `validate_args=False`, and instead of the covariance"
+        " `scale_tril=torch.linalg.cholesky_ex(covariance)[0]`." + see("distributions"),
+    ),
+    _Reader(
+        "torch/distributions/",
         # The base class's file reads for checks alone; torch 2.15 has a function for that there.
         lambda function, file: function in ("__init__", "_validate_sample") or file == "distribution.py",
         "Pass `validate_args=False` to the distribution: its checks read all arguments on the host."
@@ -62,6 +68,12 @@ _READERS = (
         lambda function, file: (function, file) == ("dropout", "functional.py"),
         "Draw the mask with the probability as a tensor: `x * (torch.rand_like(x) >= p) / (1 - p)`."
         + see("changing_numbers"),
+    ),
+    _Reader(
+        "torch/nn/modules/",
+        lambda function, file: file == "transformer.py",
+        "Pass `is_causal=True` beside a causal mask, `is_causal=False` beside another one: without it,"
+        " torch compares the mask's values." + see("attention_masks"),
     ),
     # With padded batches it reads nothing.
     _Reader("torch/nn/modules/", lambda function, file: file == "rnn.py", PACKED[1]),
@@ -80,9 +92,16 @@ _READERS = (
     ),
     _Reader(
         "transformers/",
+        lambda function, file: "no_attention_mask" in function,
+        "Set `model.config.pad_token_id = None` if no batch has padding; or pass a mask of four"
+        " dimensions." + see("attention_masks"),
+    ),
+    _Reader(
+        "transformers/",
         lambda function, file: "mask" in function or "mask" in file,
         "Leave `attention_mask` out if no batch has padding; or pass one of four dimensions, which is"
-        " taken as it is, without a look at its values." + see("attention_masks"),
+        " taken as it is, without a look at its values: a decoder's has to be causal too."
+        + see("attention_masks"),
     ),
 )
 
@@ -142,8 +161,8 @@ def _is_sliced_with(where: Location, part: str) -> bool:
     if assigned is None:
         return False
     name = rf"\b{assigned[1]}\b"
-    inside = r"[^\[\]:\n]*"
-    before = rf"\[{inside}" if part == "start" else rf"\[{inside}:{inside}"
+    inside = r"[^\[\],:\n]*"
+    before = rf"[\[,]{inside}" if part == "start" else rf"[\[,]{inside}:{inside}"
     used = rf"{before}{name}{inside}:" if part == "start" else rf"{before}{name}"
     return re.search(used, _lines_below(where)) is not None
 
@@ -167,13 +186,15 @@ def _breaks(where: Location) -> bool:
 
 
 def _ends_a_loop_of_steps(where: Location) -> bool:
-    """True for a branch that breaks a loop with steps of optimizers before it."""
+    """True for a branch that breaks a loop with steps of optimizers in it."""
     *above, line = linecache.getlines(where.path)[: where.line] or [""]
     indent = len(line) - len(line.lstrip())
     heads = [
         n for n, text in enumerate(above) if re.match(rf" {{0,{max(indent - 1, 0)}}}(for|while) ", text)
     ]
-    return _breaks(where) and bool(heads) and ".step(" in "".join(above[heads[-1] :])
+    if not (_breaks(where) and heads):
+        return False
+    return ".step(" in _lines_below(replace(where, line=heads[-1] + 1))
 
 
 def _keeps_best(where: Location) -> bool:
@@ -300,6 +321,8 @@ def of_use(call: TorchCall | None, where: Location | None, words: Words) -> Word
     """The words for a read by what the value is read for, if that is known; else the given ones."""
     if call is None or where is None:
         return words
+    if call.name == "__bool__" and _FINITE_CHECK.search(where.source):
+        return of_nan_check(where)
     for use in _USES:
         if use.fits(call, where):
             return use.what or words[0], use.remedy
@@ -346,6 +369,8 @@ def of_host_read(where: Location | None, words: Words) -> Words:
 def of_nan_check(where: Location | None) -> Words:
     """The words for a branch on whether numbers are finite."""
     what = "a Python branch on whether numbers are finite (`isnan`, `isfinite`)"
+    if where is not None and "nan_to_num" in _block(where):
+        return what, "Do it in every step: finite numbers stay as they are." + see("nan_checks")
     if where is not None and "zero_(" in _block(where):
         return what, (
             "Clear them without a branch:"
