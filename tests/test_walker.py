@@ -427,7 +427,7 @@ def test_the_line_of_an_item_has_its_key() -> None:
 def _tape_of(first: Callable[[], object], second: Callable[[], object]) -> OpTape:
     tape = OpTape()
     for step in (first, second):
-        with tape.beside({}):
+        with tape.compared({}):
             step()
     return tape
 

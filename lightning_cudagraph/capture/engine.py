@@ -91,7 +91,7 @@ class StepEngine(Generic[T]):
         """
         if self._backend.in_graph_break:
             return None
-        if graphs is None or not graphs.signature.agrees(step.beside):
+        if graphs is None or not graphs.signature.agrees(step.numbers):
             graphs = self.graphs.known(step)
         if graphs is None or step.accumulation not in graphs.plain or not self._carried.enter():
             return None

@@ -80,7 +80,7 @@ class Replays(Generic[T]):
 
         def trace() -> tuple[TapeDifference | None, dict[str, Tensor]]:
             def rehearse(batch: Any) -> T:
-                with captured.tape.beside(state):
+                with captured.tape.compared(state):
                     return step.rehearse(batch)
 
             with step.transaction(), self._backend.on_side_stream(), undone():

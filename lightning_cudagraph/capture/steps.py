@@ -87,15 +87,15 @@ class Replay(Generic[T]):
     Attributes:
         specialization: values outside the batch that are part of the signature, by the names
             that the user knows.
-        beside: integers beside the batch, by such names; what captured steps read of them is part of the
-            signature.
+        numbers: integers beside the batch, by such names; what captured steps read of them is part of
+            the signature.
     """
 
     batch: Any
     accumulation: AccumulationPhase
     timed: bool = False
     specialization: Mapping[str, Hashable] = field(default_factory=dict)
-    beside: Mapping[str, int] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     def refresh(self, outputs: T | None) -> None:
         """Bring host values to where the graph reads them.

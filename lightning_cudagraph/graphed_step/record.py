@@ -44,12 +44,12 @@ class Arguments:
     Attributes:
         batch: all arguments, by parameter name.
         positional: number of positional arguments, which come first.
-        beside: integers beside the batch, by name; what captured steps read of them counts.
+        numbers: integers beside the batch, by name; what captured steps read of them counts.
     """
 
     batch: Any
     positional: int
-    beside: Mapping[str, int] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     def call(self, function: Callable[..., Any], batch: Any = None) -> Any:
         """Call a function with these arguments, or with those of `batch` under the same names."""

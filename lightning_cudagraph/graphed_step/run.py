@@ -85,7 +85,7 @@ class _Specialization:
         is_known = (
             latest is not None
             and self.mode == mode
-            and self.signature.agrees(arguments.beside)
+            and self.signature.agrees(arguments.numbers)
             and latest.static.leaves_of(arguments.batch, device_type) is not None
         )
         return latest if is_known else None
@@ -283,9 +283,9 @@ class StepRun:
             kind.guards.suspect()
         # One instance for each phase: its gradients have one address anyway.
         accumulation = AccumulationPhase(True, kind.habits.finds_gradients())
-        batch, mode, beside = arguments.batch, kind.mode, arguments.beside
+        batch, mode, numbers = arguments.batch, kind.mode, arguments.numbers
         replay = _ReplayedCall(
-            batch, accumulation, specialization=mode, beside=beside, optimizers=self._optimizers
+            batch, accumulation, specialization=mode, numbers=numbers, optimizers=self._optimizers
         )
         result = kind.engine.again(replay, graphs)
         if result is None:
@@ -293,7 +293,7 @@ class StepRun:
                 batch,
                 accumulation,
                 specialization=mode,
-                beside=beside,
+                numbers=numbers,
                 optimizers=self._optimizers,
                 recorder=self._recorder,
                 replicas=self._replicas,
@@ -368,7 +368,7 @@ class StepRun:
         return self._specializations[signature], None
 
     def _signature(self, arguments: Arguments, mode: _Mode) -> Signature:
-        return Signature(arguments.batch, self.backend.device, mode, self._reads, arguments.beside)
+        return Signature(arguments.batch, self.backend.device, mode, self._reads, arguments.numbers)
 
     def _mode(self) -> _Mode:
         """Return the mode of a call: autograd, autocast, and the switches of DDP wrappers."""

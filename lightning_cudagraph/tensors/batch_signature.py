@@ -44,14 +44,14 @@ class Signature:
         specialization: further values that are part of the signature, by names for the user.
         reads: what captured steps read of host values; None if all are part of the signature. An
             attribute too.
-        beside: integers beside the batch, by name; what captured steps read of them counts.
+        numbers: integers beside the batch, by name; what captured steps read of them counts.
 
     Raises:
         BatchError: for an object that hides tensors, a tensor on another device, and one that requires
             a gradient.
     """
 
-    __slots__ = ("_beside", "_counted", "_hash", "_key", "_paths", "_values", "reads")
+    __slots__ = ("_counted", "_hash", "_key", "_numbers", "_paths", "_values", "reads")
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Signature:
         device: torch.device,
         specialization: Mapping[str, Hashable] | None = None,
         reads: HostReads | None = None,
-        beside: Mapping[str, int] | None = None,
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
         described: list[Any] = []
         values: dict[str, Any] = {}
@@ -92,12 +92,12 @@ class Signature:
         for name, value in (specialization or {}).items():
             paths.append(name)
             described.append((type(value), value))
-        for name in beside or ():
+        for name in numbers or ():
             paths.append(name)
             described.append((int,))
         self._key = (structure_of(batch), tuple(described))
         self._paths = tuple(paths)
-        self.reads, self._values, self._beside = reads, values, beside or {}
+        self.reads, self._values, self._numbers = reads, values, numbers or {}
         self._counted: tuple[int, list[_Counted]] = (-1, [])
         try:
             self._hash = hash(self._key)
@@ -139,10 +139,11 @@ class Signature:
     @staticmethod
     def _value_of(path: str, leaf: Any) -> Any:
         if isinstance(leaf, PLAIN) and not isinstance(leaf, Enum):
-            if not (beside := getattr(leaf, "__dict__", None)):
+            if not (attributes := getattr(leaf, "__dict__", None)):
                 return comparable(leaf)
             state = [
-                (name, type(v), Signature._value_of(f"{path}.{name}", v)) for name, v in beside.items()
+                (name, type(v), Signature._value_of(f"{path}.{name}", v))
+                for name, v in attributes.items()
             ]
             return (comparable(leaf), *state)
         if isinstance(leaf, PurePath):
@@ -186,17 +187,17 @@ class Signature:
                     counted.append((path, path, (kind, value)))
                 else:
                     counted += _computed(reads, path, value)
-            for name, value in self._beside.items():
+            for name, value in self._numbers.items():
                 counted += _computed(reads, name, value)
             self._counted = reads.version, counted
         return counted
 
-    def agrees(self, beside: Mapping[str, int]) -> bool:
+    def agrees(self, numbers: Mapping[str, int]) -> bool:
         """True if all that counts of integers beside a batch is the same as here."""
         reads = self.reads
         if reads is None or not reads.is_any:  # in every replay
             return True
-        return all(reads.agree(name, value, self._beside[name]) for name, value in beside.items())
+        return all(reads.agree(name, value, self._numbers[name]) for name, value in numbers.items())
 
     def _described(self) -> list[tuple[str, tuple[Any, ...]]]:
         """The paths and properties of all leaves, with what counts now of host values."""
@@ -220,7 +221,7 @@ class Signature:
         """Describe another signature by its first difference; `word` is what users know it by."""
 
         def without_path(each: Signature) -> list[_Counted]:
-            return [counted for counted in each._what_counts() if counted[0] not in each._beside]
+            return [counted for counted in each._what_counts() if counted[0] not in each._numbers]
 
         is_path = self._key == other._key and without_path(self) == without_path(other)
         return f"another {'path' if is_path else word}: {self.difference(other)}"

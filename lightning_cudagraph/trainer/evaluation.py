@@ -189,7 +189,7 @@ class GraphedEvaluation:
             batch,
             _PLACE,
             specialization={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
-            beside=run.numbers.beside(indices[0]) if indices else {},
+            numbers=run.numbers.of(indices[0]) if indices else {},
             eager_reason=run.replicas.reason_in_evaluation(),
             evaluation=self,
             indices=indices,

@@ -87,7 +87,7 @@ class GraphsBySignature(Generic[T]):
         Raises:
             BatchError: if no graph can take the batch.
         """
-        return Signature(step.batch, self._device, step.specialization, self.reads, step.beside)
+        return Signature(step.batch, self._device, step.specialization, self.reads, step.numbers)
 
     def get(self, signature: Signature, accumulation: AccumulationPhase) -> CapturedStep[T] | None:
         """Return the captured step of this signature and phase, or None."""
@@ -161,7 +161,7 @@ class GraphsBySignature(Generic[T]):
     def find(
         self,
         batch: Any,
-        beside: Mapping[str, int],
+        numbers: Mapping[str, int],
         specialization: Mapping[str, Hashable] = _NOTHING,
         from_loader: bool = False,
     ) -> tuple[GraphsOfSignature[T], list[Tensor], list[Any]] | None:
@@ -177,7 +177,7 @@ class GraphsBySignature(Generic[T]):
         """
         latest, every = self.latest, self._graphs.values()
         for graphs in every if latest is None or len(every) == 1 else (latest, *every):
-            if specialization != graphs.specialization or not graphs.signature.agrees(beside):
+            if specialization != graphs.specialization or not graphs.signature.agrees(numbers):
                 continue
             static = graphs.static
             if batch is static.batch and not from_loader:
@@ -190,7 +190,7 @@ class GraphsBySignature(Generic[T]):
 
     def known(self, step: Replay[T]) -> GraphsOfSignature[T] | None:
         """Return the graphs that a quick comparison shows to be of the step's signature, or None."""
-        found = self.find(step.batch, step.beside, step.specialization)
+        found = self.find(step.batch, step.numbers, step.specialization)
         return None if found is None else found[0]
 
     def maker(self, step: Step[T]) -> CapturedStep[T] | NotYet | None:

@@ -84,7 +84,7 @@ class OpTape:
         with_line = (difference for difference in self._differences if difference.where is not None)
         return next(with_line, next(iter(self._differences), None))
 
-    def beside(self, named: Mapping[str, Tensor]) -> OwnDispatchMode:
+    def compared(self, named: Mapping[str, Tensor]) -> OwnDispatchMode:
         """Dispatch mode around the step, which records the first time and compares later.
 
         Args:

@@ -47,7 +47,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
-        self.is_behind = False  # the backward pass has ended
+        self.after_backward = False  # the backward pass has ended
         self.is_quiet = False
         self._subjects: set[Hashable] = set()
 
@@ -58,7 +58,7 @@ class Gathered:
             return
         self._subjects.add(key)
         first, *others = error.findings
-        in_optimizer = error.in_optimizer or self.is_behind
+        in_optimizer = error.in_optimizer or self.after_backward
         self.findings.append(Finding(first.what, first.remedy, first.location, in_optimizer))
         self.findings += others
 
@@ -127,7 +127,7 @@ def gathering(found: Gathered) -> Iterator[None]:
         yield
     finally:
         _gathered.value = before
-        found.is_behind = False
+        found.after_backward = False
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def _error_of(check: Callable[[], object]) -> UnsupportedError | None:
 def backward_ended() -> None:
     """Mark all that is gathered from now on as after the backward pass."""
     if _gathered.value is not None:
-        _gathered.value.is_behind = True
+        _gathered.value.after_backward = True
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
     refusal = refusal_of_op(func, name, args, kwargs)
     if refusal is not None and works_on(device_type, args, kwargs):
         where = user_location()
-        if refusal == HOST_VALUE and any(one.finite_checks.knows(args[0]) for one in _standing):
+        if refusal == HOST_VALUE and any(one.finite_checks.knows(args[0]) for one in _active):
             refusal = of_nan_check(where)
         what, remedy = refusal
         if remedy == HOST_VALUE[1]:
@@ -110,25 +110,25 @@ class FunctionSentry(OwnFunctionMode):
             with one_finding():  # the ops that it consists of
                 return func(*args, **kwargs)
         if func in ADDRESSES:
-            for sentry in _standing:
+            for sentry in _active:
                 sentry.known.give_out(args[0])
         _calls.append(TorchCall(func, args, kwargs))
         try:
             result = func(*args, **kwargs)
         finally:
             _calls.pop()
-        for sentry in _standing:
+        for sentry in _active:
             sentry.finite_checks.note(func, args, kwargs, result)
         return result
 
 
-_standing: list[Sentry] = []
+_active: list[Sentry] = []
 _calls: list[TorchCall] = []  # of torch's functions, the innermost last
 
 
 def is_capturing() -> bool:
     """True during a capture."""
-    return bool(_standing)
+    return bool(_active)
 
 
 class Sentry(OwnDispatchMode):
@@ -148,12 +148,12 @@ class Sentry(OwnDispatchMode):
         self.flow: RecordedFlow | None = None
 
     def __enter__(self) -> Sentry:
-        _standing.append(self)
+        _active.append(self)
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        _standing.remove(self)
+        _active.remove(self)
         super().__exit__(*error)
 
     def __torch_dispatch__(

@@ -34,7 +34,7 @@ class StepNumbers:
         if not settings.harmless.isdisjoint({*STEP_GETTERS, "global_step"}):
             self._frozen |= {_STEP}
 
-    def beside(self, batch_idx: int) -> dict[str, int]:
+    def of(self, batch_idx: int) -> dict[str, int]:
         """The numbers of a batch that its step may read in part, by name."""
         numbers = {_INDEX: batch_idx}
         if (total := self._total()) is not None:

@@ -275,8 +275,8 @@ class _ManualRecorder(StepRecorder):
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         batch, *indices = args
-        beside = self.whole.numbers.beside(indices[0]) if indices else {}
-        return _BatchArguments(batch, 1, beside, tuple(indices))
+        numbers = self.whole.numbers.of(indices[0]) if indices else {}
+        return _BatchArguments(batch, 1, numbers, tuple(indices))
 
     def lent(self, arguments: Arguments) -> Collection[int]:
         leaves = flatten_batch(arguments.batch)
@@ -299,7 +299,7 @@ class _ManualRecorder(StepRecorder):
     ) -> StepResult:
         trainer, logs, numbers = self.whole.trainer, self.whole.logs, self.whole.numbers
         reads = self.whole.host_reads if capturing else None
-        if capturing and arguments.beside:
+        if capturing and arguments.numbers:
             assert isinstance(arguments, _BatchArguments)
             index, *others = arguments.indices
             arguments = replace(arguments, indices=(numbers.noted(reads, index), *others))

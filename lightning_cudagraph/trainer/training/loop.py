@@ -108,7 +108,7 @@ class GraphedTraining:
             earns_graphs=True,
             is_examined=settings.is_examined,
             learning_rates=lambda: self._part.optimizer.learning_rates(),
-            narrow=self._part.put_behind,
+            narrow=self._part.step_eagerly,
             on_give_up=self._part.let_go,
             around_replays=around_replays(trainer),
             on_capture=self._captured,
@@ -210,7 +210,7 @@ class GraphedTraining:
         if self._part.scaler is not None and exception is None:
             skipped = int(self._part.scaler.skipped_steps)
             said.append(f"{skipped} step(s) skipped, because a gradient overflowed")
-        if exception is None and self._part.behind is None and self._trainer.world_size == 1:
+        if exception is None and self._part.eager_reason is None and self._trainer.world_size == 1:
             stage = self.stage
             said += fused_notes(self._part.optimizer.optimizer, stage.replayed, stage.replay_ms)
         ended = ended_by(self._trainer, exception)
@@ -230,7 +230,7 @@ class GraphedTraining:
         is_timed = self._run.settings.timings is not None
         if is_timed and is_step_compiled(self._module):
             untimed = untimed | {"layers": "the step is compiled as a whole"}
-        if is_timed and self._part.behind is not None:
+        if is_timed and self._part.eager_reason is not None:
             untimed = untimed | {
                 "what comes after the backward pass": (
                     "it runs eagerly after the replay; shares are of the work before it"

@@ -30,7 +30,7 @@ class TrainingRun(CapturedRun):
     shown: ShownValues = field(init=False, default_factory=ShownValues)
 
     def __post_init__(self) -> None:
-        self.hooks = InnerHooks(self.trainer, self.module, lambda: self.part.behind is not None)
+        self.hooks = InnerHooks(self.trainer, self.module, lambda: self.part.eager_reason is not None)
         super().__post_init__()
 
     @property

@@ -120,7 +120,7 @@ class TrainingSteps:
             result = self._plainly(plain, eagerly)
             run.times.pace.tick(Phase.WARMING, plain)
             return result
-        if part.behind is not None:
+        if part.eager_reason is not None:
             # The closure alone is captured, in the call that the optimizer makes of it.
             with part.arithmetic(optimizer, capturing=False):
                 result = self._eager_step(optimizer, closure, model, **kwargs)
@@ -161,7 +161,7 @@ class TrainingSteps:
         if self._is_in_optimizer:
             with self._part.optimizer.floats_inside():
                 return eagerly()
-        if self._part.behind is None and not self._engine.given_up:
+        if self._part.eager_reason is None and not self._engine.given_up:
             counts, drops = self._engine.counts, closure.drops_gradients
             kind = self._plain.next(counts, closure.batch, drops, steps=False)
             if kind is not Plain.NOT:
@@ -202,7 +202,7 @@ class TrainingSteps:
         part, optimization = self._part, self._optimization
         accumulation = AccumulationPhase(drops, steps, steps and bool(self._replicas.wrappers))
         if (
-            part.behind is not None
+            part.eager_reason is not None
             or optimization._skip_backward
             or not part.is_of(self._strategy.optimizers[0])
             or self._replicas.eager_reason(accumulation)
@@ -216,7 +216,7 @@ class TrainingSteps:
             batch,
             accumulation,
             timed,
-            beside=self._run.numbers.beside(batch_idx),
+            numbers=self._run.numbers.of(batch_idx),
             steps=self,
             batch_idx=batch_idx,
         )
@@ -255,7 +255,7 @@ class TrainingSteps:
             closure.batch,
             accumulation,
             timed,
-            beside=run.numbers.beside(closure.batch_idx),
+            numbers=run.numbers.of(closure.batch_idx),
             eager_reason=run.replicas.eager_reason(accumulation),
             steps=self,
             batch_idx=closure.batch_idx,
@@ -402,7 +402,7 @@ class TrainingStep(TrainingReplay, Step[StepOutputs]):
 
     def kept(self) -> bool:
         run = self.steps._run
-        return self.steps._part.behind is not None or not gradients_unseen(run.trainer, run.module)
+        return self.steps._part.eager_reason is not None or not gradients_unseen(run.trainer, run.module)
 
     @property
     def in_window(self) -> bool:

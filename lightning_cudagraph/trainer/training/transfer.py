@@ -72,11 +72,11 @@ class BatchTransfer:
             self._unseen = self._is_unseen()
         if not self._unseen:
             return None
-        beside: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         if self._graphs.reads.is_any:
             progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
-            beside = self._run.numbers.beside(progress.ready)  # the batch is counted after its transfer
-        if (found := self._graphs.find(batch, beside, from_loader=True)) is None:
+            numbers = self._run.numbers.of(progress.ready)  # the batch is counted after its transfer
+        if (found := self._graphs.find(batch, numbers, from_loader=True)) is None:
             return None
         graphs, tensors, values = found
         static = graphs.static

@@ -31,7 +31,7 @@ class OptimizerPart:
     Attributes:
         optimizer: prepared for capture, or unchanged if it steps eagerly.
         scaler: the gradient scaler of a run in fp16, or None.
-        behind: why the optimizer steps eagerly after the replay; None if it is in the graph.
+        eager_reason: why the optimizer steps eagerly after the replay; None if it is in the graph.
     """
 
     def __init__(
@@ -49,16 +49,20 @@ class OptimizerPart:
         self._scope = scope
         self._drop = drop  # invalidates the graphs
         self._announce = announce
-        self.behind: str | None = '`scope="forward_backward"`' if scope == "forward_backward" else None
+        self.eager_reason: str | None = (
+            '`scope="forward_backward"`' if scope == "forward_backward" else None
+        )
         self.scaler = self._prepared_scaler()
         self.optimizer = EagerOptimizer(trainer.optimizers[0])
 
     @property
     def notes(self) -> list[str]:
         """A note if the optimizer steps eagerly."""
-        if not self.behind:
+        if not self.eager_reason:
             return []
-        return [f"forward and backward are captured, and the optimizer steps eagerly: {self.behind}"]
+        return [
+            f"forward and backward are captured, and the optimizer steps eagerly: {self.eager_reason}"
+        ]
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Prepare an optimizer for capture, unless it steps eagerly.
@@ -67,7 +71,7 @@ class OptimizerPart:
             UnsupportedError: if it cannot be captured, and the user asked for that; nothing is changed.
         """
         self.optimizer = EagerOptimizer(optimizer)
-        if self.behind is not None:
+        if self.eager_reason is not None:
             return
         try:
             check_optimizer_part(self._trainer)
@@ -75,13 +79,13 @@ class OptimizerPart:
         except UnsupportedError as error:
             if self._scope == "step" or not error.in_optimizer:
                 raise
-            self.behind = error.reason
+            self.eager_reason = error.reason
 
-    def put_behind(self, error: UnsupportedError) -> bool:
+    def step_eagerly(self, error: UnsupportedError) -> bool:
         """Let the optimizer step eagerly after the replay. Returns False if `error` is not about it."""
-        if not error.in_optimizer or self._scope != "auto" or self.behind is not None:
+        if not error.in_optimizer or self._scope != "auto" or self.eager_reason is not None:
             return False
-        self.behind = error.reason
+        self.eager_reason = error.reason
         self.let_go()
         is_done = "forward_backward" in error.remedy  # to step eagerly is the remedy
         self._announce(
@@ -95,9 +99,9 @@ class OptimizerPart:
 
         Checks repeat what is in the graph, with its collectives, and not what runs after it.
         """
-        behind = of_ranks(agreement.gather(self.behind and self.behind.rstrip(".")))
-        if behind and self.behind is None:
-            self.behind = f"so it does in other processes: {behind}"
+        behind = of_ranks(agreement.gather(self.eager_reason and self.eager_reason.rstrip(".")))
+        if behind and self.eager_reason is None:
+            self.eager_reason = f"so it does in other processes: {behind}"
             self.optimizer.restore()
             self.optimizer = EagerOptimizer(self.optimizer.optimizer)
 
@@ -155,7 +159,7 @@ class OptimizerPart:
 
     def is_settled(self) -> bool:
         """True once the optimizer has made its state, in steps that the scaler did not skip."""
-        return self.behind is not None or self.scaler is None or self.scaler.applied
+        return self.eager_reason is not None or self.scaler is None or self.scaler.applied
 
     def state(self, accumulation: AccumulationPhase, makes_gradients: bool) -> dict[str, Tensor]:
         """All tensors that a captured step changes, by name, in the order of the step."""
@@ -192,7 +196,7 @@ class OptimizerPart:
         """Values that a graph bakes in and that are cheap to compare before every replay, by name."""
         state = self.optimizer.hyperparameters()
         state["`accumulate_grad_batches` of the trainer"] = self._trainer.accumulate_grad_batches
-        if self.behind is None:
+        if self.eager_reason is None:
             state["`gradient_clip_val` of the trainer"] = self._trainer.gradient_clip_val
             state["`gradient_clip_algorithm` of the trainer"] = self._trainer.gradient_clip_algorithm
             if self.scaler is not None:
@@ -202,7 +206,7 @@ class OptimizerPart:
     def quick_state(self) -> tuple[Any, ...]:
         """The values of `cheap_state` without the words."""
         trainer, values = self._trainer, self.optimizer.frozen_values()
-        if self.behind is not None:
+        if self.eager_reason is not None:
             return (*values, trainer.accumulate_grad_batches)
         return (
             *values,

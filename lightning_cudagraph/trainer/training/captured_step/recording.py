@@ -221,14 +221,14 @@ def _arguments(batch: Any, closure: GraphClosure, batch_idx: int | HostValue) ->
     return arguments
 
 
-def _run_body(body: StepBody, closure: GraphClosure, is_behind: Callable[[], bool]) -> None:
+def _run_body(body: StepBody, closure: GraphClosure, steps_eagerly: Callable[[], bool]) -> None:
     """Run the step; mark an error as the optimizer's if it comes after the backward pass."""
     try:
         body.run(closure)
     except Exception as error:
         # C code insists on the type of a number: the step is captured again with the number itself.
         is_of_type = isinstance(error, TypeError) and names_a_class(str(error))
-        if not is_behind() or isinstance(error, HookError) or is_of_type:
+        if not steps_eagerly() or isinstance(error, HookError) or is_of_type:
             raise
         error = recompilation(error) or error
         if isinstance(error, UnsupportedError):

@@ -85,11 +85,11 @@ class InnerHooks:
     """
 
     def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, is_behind: Callable[[], bool]
+        self, trainer: pl.Trainer, module: pl.LightningModule, steps_eagerly: Callable[[], bool]
     ) -> None:
         self._trainer = trainer
         self._module = module
-        self._is_behind = is_behind  # the optimizer steps eagerly after the replay
+        self._steps_eagerly = steps_eagerly  # the optimizer steps eagerly after the replay
         self._zeroed = 0  # steps in which user hooks ran around `zero_grad`
         self.leave_gradients = False
         self._differentiates = ""
@@ -125,7 +125,8 @@ class InnerHooks:
     def after_backward(self) -> bool:
         """True if `on_after_backward` runs on the host after the replay."""
         return bool(self._overriding("on_after_backward")) or (
-            self._is_behind() and is_overridden("on_after_backward", self._module, pl.LightningModule)
+            self._steps_eagerly()
+            and is_overridden("on_after_backward", self._module, pl.LightningModule)
         )
 
     def watch(self, closure: GraphClosure, optimizer: Optimizer) -> None:
@@ -185,7 +186,7 @@ class InnerHooks:
         """
         whose = self.around_zero_grad()
         if whose and closure._zero_grad_fn is not None:
-            if self.leave_gradients and not self._is_behind():
+            if self.leave_gradients and not self._steps_eagerly():
                 _refuse_gradients_of_frozen(whose, optimizer)
 
             def zero_grad() -> None:
