@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import container
 
 from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.host_lines import first_line
@@ -239,7 +240,7 @@ class Guards:
     def _roots_of_modules(
         self, model: nn.Module, before: str, reads: Callable[[nn.Module], frozenset[str]]
     ) -> Iterator[Root]:
-        """Roots for all modules of a model, and for its parameters.
+        """Roots for all modules of a model, its parameters and its buffers.
 
         Args:
             before: the prefix of their names.
@@ -255,9 +256,14 @@ class Guards:
                 yield Root(module, "", of, left_out, True, reads=frozenset(), is_read=False)
             else:
                 by_name = not is_users_class(kind)
-                yield Root(module, "", of, left_out, True, reads(module), by_name=by_name)
+                named = reads(module)
+                if _has_items(kind):
+                    named |= vars(module).keys()
+                yield Root(module, "", of, left_out, True, named, by_name=by_name)
         for name, parameter in model.named_parameters(prefix=before):
             yield Root(parameter, "", f"parameter `{name}`")
+        for name, buffer in model.named_buffers(prefix=before):
+            yield Root(buffer, "", f"buffer `{name}`")
 
     def _roots_of_names(self, mentioned: MentionedNames) -> Iterator[Root]:
         """Roots for globals, closure variables, and attributes that were read of host objects."""
@@ -368,6 +374,12 @@ def _is_users_alone(kind: type) -> bool:
     return is_users_class(kind) and all(
         is_users_class(base) or base in allowed for base in lineage(kind)
     )
+
+
+def _has_items(kind: type) -> bool:
+    """True for a container of torch, such as `nn.ParameterList`: its attributes are read by a key."""
+    getter = getattr(kind, "__getitem__", None)
+    return getattr(getter, "__module__", "") == container.__name__
 
 
 def _rates_unless_mentioned(
