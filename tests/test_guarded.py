@@ -390,6 +390,17 @@ class InAParameterDict(InAParameterList):
         return self.gains["up"]
 
 
+class OfLightning(Changing):
+    def prepare(self) -> None:
+        self.strict_loading = True
+
+    def change(self) -> None:
+        self.strict_loading = False
+
+    def factor(self) -> Any:
+        return 1.0 if self.strict_loading else 3.0
+
+
 class ByDefaults(torch.optim.SGD):
     """Takes the rate from its own defaults."""
 
@@ -474,6 +485,7 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (OfABuffer, "`gain` of buffer `offset` changed from 1.0 to 3.0"),
     (InAParameterList, "`0` of `gains` changed from 1.0 to 3.0"),
     (InAParameterDict, "`up` of `gains` changed from 1.0 to 3.0"),
+    (OfLightning, "`_strict_loading` of the `OfLightning` changed from True to False"),
     (Defaults, "`defaults` of `tests.test_guarded.ByDefaults` changed"),
     (closure, "`gain` of the closure of `factor` changed from 1.0 to 3.0"),
     (table, "`table['gain']` of the closure of `factor` changed from 1.0 to 3.0"),

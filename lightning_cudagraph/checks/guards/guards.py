@@ -28,7 +28,7 @@ from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.structure import Structure, described
 from lightning_cudagraph.checks.guards.switches import global_switches
-from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage
+from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage, namespace_of
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
@@ -234,8 +234,18 @@ class Guards:
     def _readable(self, mentioned: MentionedNames) -> Callable[[nn.Module], frozenset[str]]:
         users = self._named(mentioned.of_users_objects())
         known = users | self._named(mentioned.names)
-        # Framework code does not read attributes that only the user's class defines.
-        return lambda module: users if _is_users_alone(type(module)) else known
+        found: dict[type, frozenset[str]] = {}
+
+        def reads(module: nn.Module) -> frozenset[str]:
+            kind = type(module)
+            if kind not in found:
+                # Framework code does not read attributes that only the user's class defines.
+                names = users if _is_users_alone(kind) else known
+                # The setter of a framework's property `x` keeps the value as `_x`.
+                found[kind] = names | {f"_{name}" for name in names & _properties_of(kind)}
+            return found[kind]
+
+        return reads
 
     def _roots_of_modules(
         self, model: nn.Module, before: str, reads: Callable[[nn.Module], frozenset[str]]
@@ -374,6 +384,16 @@ def _is_users_alone(kind: type) -> bool:
     return is_users_class(kind) and all(
         is_users_class(base) or base in allowed for base in lineage(kind)
     )
+
+
+def _properties_of(kind: type) -> set[str]:
+    """The names of the properties of a class that can be set."""
+    return {
+        name
+        for base in lineage(kind)
+        for name, value in namespace_of(base).items()
+        if isinstance(value, property) and value.fset is not None
+    }
 
 
 def _has_items(kind: type) -> bool:
