@@ -26,7 +26,7 @@ from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.host_lines import first_line
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
-from lightning_cudagraph.checks.guards.structure import Structure, described
+from lightning_cudagraph.checks.guards.structure import TABLES, Structure, described
 from lightning_cudagraph.checks.guards.switches import global_switches
 from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage, namespace_of
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
@@ -204,7 +204,7 @@ class Guards:
             yield from self._roots_of_modules(model, path, reads)
 
         omitted = _rates_unless_mentioned(mentioned, users)
-        scope = Scope(self._unguarded.stops, ignored, users, modules, omitted)
+        scope = Scope(self._unguarded.stops, ignored, users, modules, omitted, apart=TABLES)
         roots = [
             Root(os.environ, "os.environ", "the process"),
             Root(sys.argv, "sys.argv", "the process"),
@@ -242,7 +242,7 @@ class Guards:
                 # Framework code does not read attributes that only the user's class defines.
                 names = users if _is_users_alone(kind) else known
                 # The setter of a framework's property `x` keeps the value as `_x`.
-                found[kind] = names | {f"_{name}" for name in names & _properties_of(kind)}
+                found[kind] = names | TABLES | {f"_{name}" for name in names & _properties_of(kind)}
             return found[kind]
 
         return reads
@@ -257,10 +257,11 @@ class Guards:
             reads: as returned by `readable`.
         """
         unguarded = self._unguarded
+        names = unguarded.names - TABLES
         for name, module in model.named_modules(prefix=before):
             kind = type(module)
             of = f"`{name}`" if name else f"the `{kind.__qualname__}`"
-            left_out = unguarded.names | recomputed_names(module) | unguarded.host_names(module)
+            left_out = names | recomputed_names(module) | unguarded.host_names(module)
             if unguarded.stays_on_host(module):  # private attributes and states are its own affair
                 left_out |= {PRIVATE, *getattr(module, "_defaults", ())}
                 yield Root(module, "", of, left_out, True, reads=frozenset(), is_read=False)
@@ -326,7 +327,7 @@ class Guards:
                 function or "an object of the model, or an entry of `optimizer.state`, was replaced"
             )
         changes = self._walk.quick_changes(everything=self._suspect)
-        moved = [part for part in changes if not part.is_under(self._unguarded.names)]
+        moved = [part for part in changes if not part.is_under(self._unguarded.names - TABLES)]
         # The step reads what lies under names that it mentions; a check has to judge all other changes.
         if (known := next((part for part in moved if part.is_read), None)) is not None:
             return Change.of(known, self.all_mentioned().users_code)

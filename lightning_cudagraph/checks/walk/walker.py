@@ -375,10 +375,11 @@ class Walk:
         if node.draws:
             return
         is_fixed = node.write is None and (root.is_fixed or not issubclass(type(node.owner), tuple))
+        apart = {*_OWN, *(self._scope.apart if issubclass(type(node.owner), nn.Module) else ())}
         is_of_modules = issubclass(type(node.owner), type) and issubclass(node.owner, nn.Module)
         is_of_modules &= not self._scope.in_capture
         for label, part in node.parts.items():
-            if type(part) in VALUES or node.ignores(label) or label in _OWN:
+            if type(part) in VALUES or node.ignores(label) or label in apart:
                 continue
             if is_of_modules and not node.was_read(label):
                 continue  # a method that the step does not call
