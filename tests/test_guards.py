@@ -236,6 +236,21 @@ def test_functions_of_classes(owner: type, name: str, monkeypatch: pytest.Monkey
     assert guards.changed() is None
 
 
+def test_bases_of_a_class() -> None:
+    class Once(nn.Linear):
+        pass
+
+    class Twice(nn.Linear):
+        pass
+
+    class Below(Once):
+        pass
+
+    guards = _guards(nn.Sequential(Below(2, 2)))
+    Below.__bases__ = (Twice,)
+    assert guards.changed() == f"the bases of the class `{Below.__qualname__}` changed"
+
+
 def test_functions_of_the_class_of_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _Layers()
     optimizer = torch.optim.AdamW(model.parameters())
