@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_cudagraph.checks.guards.classes import Classes
 from lightning_cudagraph.checks.guards.members import Members
+from lightning_cudagraph.checks.walk.kinds import TENSOR_HOOKS
 from lightning_cudagraph.checks.walk.versions import Versions
 from lightning_cudagraph.tensors.layouts import Layouts
 from lightning_cudagraph.tensors.local import local
@@ -36,7 +37,6 @@ _MODULE_HOOKS = (
 )
 # The dictionaries of a module that this guard holds.
 TABLES = frozenset({"_parameters", "_buffers", "_modules", *_MODULE_HOOKS})
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Identity:
@@ -105,7 +105,7 @@ def _tables_of_hooks(modules: list[nn.Module], parameters: list[nn.Parameter]) -
 
 def _hooks_of(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, str, Any]]:
     """The tables of hooks of parameters, by parameter and kind."""
-    found = [(p, kind, getattr(p, kind, None)) for p in parameters for kind in _TENSOR_HOOKS]
+    found = [(p, kind, getattr(p, kind, None)) for p in parameters for kind in TENSOR_HOOKS]
     return [each for each in found if each[2] is not None]
 
 
@@ -219,7 +219,7 @@ def _laid_out(name: str, tensor: Tensor) -> dict[str, Any]:
 
 def _described(name: str, parameter: nn.Parameter) -> dict[str, Any]:
     state = _laid_out(name, parameter)
-    for kind in _TENSOR_HOOKS:
+    for kind in TENSOR_HOOKS:
         state[f"`{kind}` of {name}"] = names_of_hooks(getattr(parameter, kind, None))
     if parameter.requires_grad:
         state[f"the hooks of the autograd node of {name}"] = _hooks_of_node(parameter)
@@ -233,7 +233,7 @@ def _hooks_of_node(parameter: nn.Parameter) -> str:
     """
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-    own = [getattr(parameter, kind, None) for kind in _TENSOR_HOOKS]
+    own = [getattr(parameter, kind, None) for kind in TENSOR_HOOKS]
     tables = [table for table in gc.get_referents(node) if isinstance(table, dict)]
     return names_of_hooks(
         {key: hook for t in tables if all(t is not o for o in own) for key, hook in t.items()}

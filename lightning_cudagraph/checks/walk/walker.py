@@ -53,7 +53,7 @@ from lightning_cudagraph.checks.walk.host_objects import (
     slot_value,
     slots_of,
 )
-from lightning_cudagraph.checks.walk.kinds import PROXIES, READ_WHOLE, How, node_of
+from lightning_cudagraph.checks.walk.kinds import PROXIES, READ_WHOLE, How, node_of, node_of_hooks
 from lightning_cudagraph.checks.walk.parts import Item, Moved, Node, items_of, joined
 from lightning_cudagraph.checks.walk.quick import QuickComparison
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
@@ -264,6 +264,8 @@ class Walk:
             self._add_attributes(root)
             if issubclass(kind, nn.Module):
                 self._add_classes(root)
+            elif self._scope.in_capture and value.requires_grad and value.is_leaf:
+                self._tensors.append(node_of_hooks(value, root.path, root.of))
             elif root.is_read and root.path:
                 self._add_layout(root)
         else:
