@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cudagraph import BatchError, CaptureError, GraphedStep
 from lightning_cudagraph.tensors.batch import flatten_batch
@@ -171,18 +171,27 @@ def test_tensors_elsewhere_and_sparse_ones_are_refused() -> None:
         Signature([torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])], CPU)
 
 
+def test_a_parameter_without_a_gradient_stays_one() -> None:
+    plain, rows = torch.ones(3), nn.Parameter(torch.ones(3), requires_grad=False)
+    text = "found (3,) float32 cpu with strides (1,) in a `Parameter`"
+    assert text in Signature([plain], CPU).difference(Signature([rows], CPU))
+    static = StaticBatch([rows, plain])
+    kinds = [nn.Parameter, Tensor]
+    assert [*map(type, static.batch)] == [*map(type, static.lend().batch)] == kinds
+
+
 def plain_batch() -> Any:
     return {"x": torch.zeros(2, 3), "rest": (torch.zeros(4), "a", 1, None)}
 
 
 def test_tensors_that_a_gradient_would_leave_are_refused() -> None:
-    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    weight = nn.Parameter(torch.zeros(2, 3))
     leaf = torch.zeros(2, 3, requires_grad=True)
     for tensor in (weight, weight * 2, leaf):
         with pytest.raises(BatchError, match=r"`batch\[0\]` requires a gradient"):
             Signature([tensor], CPU)
         assert StaticBatch([leaf.detach()]).leaves_of([tensor], "cpu") is None
-    Signature([weight.detach(), torch.nn.Parameter(torch.zeros(3), requires_grad=False)], CPU)
+    Signature([weight.detach(), nn.Parameter(torch.zeros(3), requires_grad=False)], CPU)
 
 
 def test_a_quick_yes() -> None:
@@ -204,7 +213,7 @@ def test_a_quick_yes() -> None:
         {"x": torch.zeros(2, 3, dtype=torch.float64)},
         {"x": torch.zeros(2, 3, requires_grad=True)},
         {"x": torch.zeros(2, 3).to_sparse()},
-        {"x": torch.nn.Parameter(torch.zeros(2, 3))},
+        {"x": nn.Parameter(torch.zeros(2, 3))},
         {"x": [torch.zeros(2, 3)]},
         {"rest": [torch.zeros(4), "a", 1, None]},
         {"rest": (torch.zeros(4), "b", 1, None)},
@@ -349,7 +358,7 @@ def test_numbers_beside_items_and_fields(make: Any) -> None:
 def test_training_on_batches_with_a_number_beside_them() -> None:
     def trained(**kwargs: Any) -> Tensor:
         torch.manual_seed(0)
-        net = torch.nn.Linear(4, 1)
+        net = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
         def step(batch: _Named) -> Tensor:

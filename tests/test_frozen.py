@@ -307,7 +307,14 @@ class SetsByName(Scaled):
         return self.counter
 
 
+class HooksAParameter(Scaled):
+    def scale(self) -> float:
+        self.head.weight.register_hook(torch.sin)  # BAD HooksAParameter
+        return 1.0
+
+
 STATE: dict[type[Net], str] = {
+    HooksAParameter: "weight._backward_hooks",
     Counts: "meter.count",
     CountsInSlots: "slots.count",
     Nested: "tree['a'][0].inner['list'][0]",

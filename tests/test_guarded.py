@@ -355,6 +355,72 @@ class HiddenParameter(Changing):
         self.teachers[0].weight.data = torch.zeros_like(self.teachers[0].weight)
 
 
+class OfABuffer(Changing):
+    def prepare(self) -> None:
+        self.offset: Any
+        self.register_buffer("offset", torch.zeros(()))
+        self.offset.gain = 1.0
+
+    def change(self) -> None:
+        self.offset.gain = 3.0
+
+    def factor(self) -> Any:
+        return self.offset.gain
+
+
+class InAParameterList(Changing):
+    def prepare(self) -> None:
+        self.gains: Any = nn.ParameterList([1.0])
+
+    def change(self) -> None:
+        self.gains[0] = 3.0
+
+    def factor(self) -> Any:
+        return self.gains[0]
+
+
+class InAParameterDict(InAParameterList):
+    def prepare(self) -> None:
+        self.gains = nn.ParameterDict({"up": 1.0})
+
+    def change(self) -> None:
+        self.gains.update({"up": 3.0})
+
+    def factor(self) -> Any:
+        return self.gains["up"]
+
+
+class OfLightning(Changing):
+    def prepare(self) -> None:
+        self.strict_loading = True
+
+    def change(self) -> None:
+        self.strict_loading = False
+
+    def factor(self) -> Any:
+        return 1.0 if self.strict_loading else 3.0
+
+
+class ByDefaults(torch.optim.SGD):
+    """Takes the rate from its own defaults."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                with torch.no_grad():
+                    parameter.sub_(parameter.grad, alpha=self.defaults["lr"])
+        return loss
+
+
+class Defaults(Changing):
+    def configure_optimizers(self) -> Any:
+        return ByDefaults(self.parameters(), lr=0.1)
+
+    def change(self) -> None:
+        self.trainer.optimizers[0].defaults["lr"] = 0.01
+
+
 def closure() -> Net:
     gain: Any = 1.0
     table = {"gain": 1.0, "mode": Mode.ONCE}
@@ -416,6 +482,11 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (OfTheData, "`data.gain` of the `OfTheData` changed from 1.0 to 3.0"),
     (HiddenMode, "`training` of `teachers[0]` changed from False to True"),
     (HiddenParameter, "the address of parameter `teachers[0].weight` changed"),
+    (OfABuffer, "`gain` of buffer `offset` changed from 1.0 to 3.0"),
+    (InAParameterList, "`0` of `gains` changed from 1.0 to 3.0"),
+    (InAParameterDict, "`up` of `gains` changed from 1.0 to 3.0"),
+    (OfLightning, "`_strict_loading` of the `OfLightning` changed from True to False"),
+    (Defaults, "`defaults` of `tests.test_guarded.ByDefaults` changed"),
     (closure, "`gain` of the closure of `factor` changed from 1.0 to 3.0"),
     (table, "`table['gain']` of the closure of `factor` changed from 1.0 to 3.0"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,7 +50,8 @@ class _Layers(nn.Module):
 
 def _guards(model: nn.Module, **external: Any) -> Guards:
     values = GuardedValues(_no_state, _no_state)
-    guards = Guards(model, values, Unguarded(), OutsideModel(**external))
+    unguarded = Unguarded(frozenset(vars(nn.Module())))
+    guards = Guards(model, values, unguarded, OutsideModel(**external))
     guards.take()
     assert guards.changed() is None
     return guards
@@ -234,6 +236,21 @@ def test_functions_of_classes(owner: type, name: str, monkeypatch: pytest.Monkey
     assert guards.changed() is None
 
 
+def test_bases_of_a_class() -> None:
+    class Once(nn.Linear):
+        pass
+
+    class Twice(nn.Linear):
+        pass
+
+    class Below(Once):
+        pass
+
+    guards = _guards(nn.Sequential(Below(2, 2)))
+    Below.__bases__ = (Twice,)
+    assert guards.changed() == f"the bases of the class `{Below.__qualname__}` changed"
+
+
 def test_functions_of_the_class_of_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _Layers()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -340,6 +357,50 @@ def test_hooks_that_are_removed() -> None:
         guards = _guards(model)
         handle.remove()
         assert "to none" in (guards.changed() or "")
+
+
+def _made_again(model: Any) -> None:
+    model.layers[1].__init__(2, 2)
+
+
+def _in_another_order(model: Any) -> None:
+    model.layers._modules = dict(reversed(model.layers._modules.items()))
+
+
+def _equal_table(model: Any) -> None:
+    model.layers[1]._parameters = dict(model.layers[1]._parameters)
+
+
+def _no_forward_hooks(model: Any) -> None:
+    model.layers[0]._forward_hooks = OrderedDict()
+
+
+def _no_tensor_hooks(model: Any) -> None:
+    model.norm.weight._backward_hooks = None
+
+
+def _past_the_method(model: Any) -> None:
+    model.layers[1]._forward_hooks[0] = _hook
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_made_again, "of `layers.1` changed"),
+        (_in_another_order, "`_modules` of `layers` changed"),
+        (_equal_table, "`_parameters` of `layers.1` changed"),
+        (_no_forward_hooks, "`_forward_hooks` of `layers.0` changed"),
+        (_no_tensor_hooks, "`_backward_hooks` of parameter `norm.weight` changed from `_hook` ("),
+        (_past_the_method, "`_forward_hooks` of `layers.1` changed from none to `_hook` (0)"),
+    ],
+)
+def test_tables_that_are_bound_anew(change: Callable[[Any], None], words: str) -> None:
+    model = _Layers()
+    model.layers[0].register_forward_hook(_hook)
+    model.norm.weight.register_hook(_hook)
+    guards = _guards(model)
+    change(model)
+    assert words in (guards.changed() or "")
 
 
 def test_hooks_of_others() -> None:

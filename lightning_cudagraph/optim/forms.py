@@ -243,22 +243,27 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def _kept(value: Any) -> Any:
+    """A plain value that later changes of its containers do not reach."""
+    return deepcopy(value) if isinstance(value, (list, tuple, dict)) else value
+
+
 def moving_values(optimizer: Optimizer) -> dict[str, Any]:
     """The plain values that an optimizer keeps on the host, by name."""
     name = _name(optimizer)
     found = {
-        f"`{attribute}` of `{name}`": deepcopy(value)
+        f"`{attribute}` of `{name}`": _kept(value)
         for attribute, value in vars(optimizer).items()
-        if attribute not in ("state", "param_groups", "defaults") and _is_plain(value)
+        if attribute not in ("state", "param_groups") and _is_plain(value)
     }
     for cls in type(optimizer).__mro__[: type(optimizer).__mro__.index(Optimizer)]:
         for attribute, value in vars(cls).items():
             if not attribute.startswith("__") and _is_plain(value):
-                found[f"`{attribute}` of the class `{cls.__qualname__}`"] = deepcopy(value)
+                found[f"`{attribute}` of the class `{cls.__qualname__}`"] = _kept(value)
     for group_idx, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in ("lr", "initial_lr", "params") and _is_plain(value):
-                found[f"`{key}` of param group {group_idx} of `{name}`"] = deepcopy(value)
+                found[f"`{key}` of param group {group_idx} of `{name}`"] = _kept(value)
     state: dict[Any, Any] = optimizer.state
     for index, (owner, entries) in enumerate(state.items()):
         if isinstance(owner, str) and _is_plain(entries):

@@ -35,7 +35,7 @@ class Signature:
     """The properties of a batch that a graph is specialised on, as one comparable, hashable value.
 
     Containers by type, keys and plain values of their attributes; tensors by shape, stride, dtype,
-    device, plain values of their attributes, and identity with each other; other leaves by value,
+    device, class, plain values of their attributes, and identity with each other; other leaves by value,
     because a capture freezes them. Of two signatures, host values are compared that captured steps have
     read by then: equality gets stricter with each read, and the hash stays the same.
 
@@ -78,6 +78,7 @@ class Signature:
                         leaf.stride(),
                         leaf.dtype,
                         leaf.device.type,
+                        type(leaf),
                         same_as,
                     )
                 )
@@ -314,5 +315,6 @@ def _in_words(described: tuple[Any, ...]) -> str:
     if len(described) == 2:
         kind, value = described
         return str(value) if issubclass(kind, (float, complex)) else repr(value)
-    shape, stride, dtype, device, _ = described
-    return f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}"
+    shape, stride, dtype, device, kind, _ = described
+    of_class = "" if kind is Tensor else f" in a `{kind.__qualname__}`"
+    return f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}{of_class}"

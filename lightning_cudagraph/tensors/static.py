@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.errors import CaptureError
@@ -163,6 +163,13 @@ def _attributes(tensor: Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if not name.startswith("_dynamo")}
 
 
+def _dressed(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor in the class of another one, with its attributes."""
+    found = tensor if type(like) is Tensor else nn.Parameter(tensor, requires_grad=False)
+    vars(found).update(vars(like))
+    return found
+
+
 class Loan:
     """The static batch for one run of the step, in containers and tensor objects of its own.
 
@@ -183,8 +190,7 @@ class Loan:
             if not isinstance(leaf, Tensor):
                 return value(leaf)
             if id(leaf) not in aliases:
-                alias = aliases[id(leaf)] = leaf.detach()
-                vars(alias).update(vars(leaf))
+                aliases[id(leaf)] = _dressed(leaf.detach(), leaf)
             return aliases[id(leaf)]
 
         self.batch = map_leaves(batch, lent)
@@ -275,8 +281,7 @@ class StaticBatch:
                 self._paths[id(self._values[-1])] = path
                 return self._values[-1]
             if id(leaf) not in buffers:
-                buffers[id(leaf)] = self._empty_like(leaf)
-                vars(buffers[id(leaf)]).update(vars(leaf))
+                buffers[id(leaf)] = _dressed(self._empty_like(leaf), leaf)
             return buffers[id(leaf)]
 
         self.batch = map_leaves(example, static)

@@ -19,6 +19,9 @@ from lightning_cudagraph.compat.method_patches import MethodPatch
 # Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE: only mutable heap types can be given other methods.
 _IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8
 
+# A C function that `map` calls: the method resolution order of a class, another tuple for other bases.
+_order = type.__dict__["__mro__"].__get__
+
 # By an owner, in words and by its id, and a name.
 _Functions = dict[tuple[str, int, str], Any]
 
@@ -43,7 +46,9 @@ class Classes:
         self._owners = [*owners]
         self._objects = [*objects]
         self._types = [*map(type, self._objects)]
-        bases = dict.fromkeys(base for kind in dict.fromkeys(self._types) for base in kind.__mro__)
+        self._kinds = [*dict.fromkeys(self._types)]
+        self._orders = [*map(_order, self._kinds)]
+        bases = dict.fromkeys(base for order in self._orders for base in order)
         self._bases = [
             base
             for base in bases
@@ -70,6 +75,8 @@ class Classes:
         """True if an object has another class, or another function, of its own or of a class."""
         if not all(map(operator.is_, map(type, self._objects), self._types)):
             return True
+        if not all(map(operator.is_, map(_order, self._kinds), self._orders)):
+            return True
         if written := self._dicts.changed():
             if self.in_words():
                 return True
@@ -78,7 +85,10 @@ class Classes:
         return False
 
     def in_words(self) -> str:
-        """The first function that was replaced, in words; empty if none was."""
+        """The first function that was replaced, or class with other bases, in words; empty if none."""
+        for kind, order in zip(self._kinds, self._orders, strict=True):
+            if _order(kind) is not order:
+                return f"the bases of the class `{kind.__qualname__}` changed"
         now = self._functions_now()
         for key in {**self._functions, **now}:
             if self._functions.get(key) is not now.get(key):

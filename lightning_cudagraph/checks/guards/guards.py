@@ -20,14 +20,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import container
 
 from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.host_lines import first_line
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
-from lightning_cudagraph.checks.guards.structure import Structure, described
+from lightning_cudagraph.checks.guards.structure import TABLES, Structure, described
 from lightning_cudagraph.checks.guards.switches import global_switches
-from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage
+from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage, namespace_of
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
@@ -203,7 +204,7 @@ class Guards:
             yield from self._roots_of_modules(model, path, reads)
 
         omitted = _rates_unless_mentioned(mentioned, users)
-        scope = Scope(self._unguarded.stops, ignored, users, modules, omitted)
+        scope = Scope(self._unguarded.stops, ignored, users, modules, omitted, apart=TABLES)
         roots = [
             Root(os.environ, "os.environ", "the process"),
             Root(sys.argv, "sys.argv", "the process"),
@@ -233,31 +234,47 @@ class Guards:
     def _readable(self, mentioned: MentionedNames) -> Callable[[nn.Module], frozenset[str]]:
         users = self._named(mentioned.of_users_objects())
         known = users | self._named(mentioned.names)
-        # Framework code does not read attributes that only the user's class defines.
-        return lambda module: users if _is_users_alone(type(module)) else known
+        found: dict[type, frozenset[str]] = {}
+
+        def reads(module: nn.Module) -> frozenset[str]:
+            kind = type(module)
+            if kind not in found:
+                # Framework code does not read attributes that only the user's class defines.
+                names = users if _is_users_alone(kind) else known
+                # The setter of a framework's property `x` keeps the value as `_x`.
+                found[kind] = names | TABLES | {f"_{name}" for name in names & _properties_of(kind)}
+            return found[kind]
+
+        return reads
 
     def _roots_of_modules(
         self, model: nn.Module, before: str, reads: Callable[[nn.Module], frozenset[str]]
     ) -> Iterator[Root]:
-        """Roots for all modules of a model, and for its parameters.
+        """Roots for all modules of a model, its parameters and its buffers.
 
         Args:
             before: the prefix of their names.
             reads: as returned by `readable`.
         """
         unguarded = self._unguarded
+        names = unguarded.names - TABLES
         for name, module in model.named_modules(prefix=before):
             kind = type(module)
             of = f"`{name}`" if name else f"the `{kind.__qualname__}`"
-            left_out = unguarded.names | recomputed_names(module) | unguarded.host_names(module)
+            left_out = names | recomputed_names(module) | unguarded.host_names(module)
             if unguarded.stays_on_host(module):  # private attributes and states are its own affair
                 left_out |= {PRIVATE, *getattr(module, "_defaults", ())}
                 yield Root(module, "", of, left_out, True, reads=frozenset(), is_read=False)
             else:
                 by_name = not is_users_class(kind)
-                yield Root(module, "", of, left_out, True, reads(module), by_name=by_name)
+                named = reads(module)
+                if _has_items(kind):
+                    named |= vars(module).keys()
+                yield Root(module, "", of, left_out, True, named, by_name=by_name)
         for name, parameter in model.named_parameters(prefix=before):
             yield Root(parameter, "", f"parameter `{name}`")
+        for name, buffer in model.named_buffers(prefix=before):
+            yield Root(buffer, "", f"buffer `{name}`")
 
     def _roots_of_names(self, mentioned: MentionedNames) -> Iterator[Root]:
         """Roots for globals, closure variables, and attributes that were read of host objects."""
@@ -310,7 +327,7 @@ class Guards:
                 function or "an object of the model, or an entry of `optimizer.state`, was replaced"
             )
         changes = self._walk.quick_changes(everything=self._suspect)
-        moved = [part for part in changes if not part.is_under(self._unguarded.names)]
+        moved = [part for part in changes if not part.is_under(self._unguarded.names - TABLES)]
         # The step reads what lies under names that it mentions; a check has to judge all other changes.
         if (known := next((part for part in moved if part.is_read), None)) is not None:
             return Change.of(known, self.all_mentioned().users_code)
@@ -368,6 +385,22 @@ def _is_users_alone(kind: type) -> bool:
     return is_users_class(kind) and all(
         is_users_class(base) or base in allowed for base in lineage(kind)
     )
+
+
+def _properties_of(kind: type) -> set[str]:
+    """The names of the properties of a class that can be set."""
+    return {
+        name
+        for base in lineage(kind)
+        for name, value in namespace_of(base).items()
+        if isinstance(value, property) and value.fset is not None
+    }
+
+
+def _has_items(kind: type) -> bool:
+    """True for a container of torch, such as `nn.ParameterList`: its attributes are read by a key."""
+    getter = getattr(kind, "__getitem__", None)
+    return getattr(getter, "__module__", "") == container.__name__
 
 
 def _rates_unless_mentioned(

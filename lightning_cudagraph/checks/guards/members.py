@@ -23,11 +23,11 @@ class Members:
         parts = [*parts]
         views = [part for part in parts if type(part) is _VIEW]
         held = [each for view in views for each in gc.get_referents(view)]
-        # Each once, because one number for each is read before each replay.
-        self._dicts = Versions({id(each): each for each in held}.values())
+        # Each once, because one number for each is read before each replay; of an empty one, none.
+        self._dicts = Versions({id(each): each for each in held if each}.values())
         parts = [part for part in parts if type(part) is not _VIEW]
         self._filled = [part for part in parts if len(part)]
-        self._empty = [part for part in parts if not len(part)]
+        self._empty = [*(part for part in parts if not len(part)), *(each for each in held if not each)]
         self._were = [*chain.from_iterable(self._filled)]
 
     def changed(self) -> bool:
@@ -36,4 +36,4 @@ class Members:
             return True
         now = chain.from_iterable(self._filled)
         same = sum(map(len, self._filled)) == len(self._were) and all(map(operator.is_, now, self._were))
-        return not same or any(map(len, self._empty))
+        return not same or any(self._empty)

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_cudagraph.checks.guards.classes import Classes
 from lightning_cudagraph.checks.guards.members import Members
+from lightning_cudagraph.checks.walk.kinds import TENSOR_HOOKS
 from lightning_cudagraph.checks.walk.versions import Versions
 from lightning_cudagraph.tensors.layouts import Layouts
 from lightning_cudagraph.tensors.local import local
@@ -34,7 +35,8 @@ _MODULE_HOOKS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# The dictionaries of a module that this guard holds.
+TABLES = frozenset({"_parameters", "_buffers", "_modules", *_MODULE_HOOKS})
 
 
 class Identity:
@@ -97,8 +99,14 @@ def _tables_of_hooks(modules: list[nn.Module], parameters: list[nn.Parameter]) -
     """The tables of modules, parameters and optimizers that hold hooks."""
     tables = [getattr(m, kind, None) for m in modules for kind in _MODULE_HOOKS]
     tables += _hooks_of_all().values()
-    tables += [getattr(p, kind, None) for p in parameters for kind in _TENSOR_HOOKS]
-    return [table for table in tables if table]
+    tables += [table for _, _, table in _hooks_of(parameters)]
+    return [table for table in tables if table is not None]
+
+
+def _hooks_of(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, str, Any]]:
+    """The tables of hooks of parameters, by parameter and kind."""
+    found = [(p, kind, getattr(p, kind, None)) for p in parameters for kind in TENSOR_HOOKS]
+    return [each for each in found if each[2] is not None]
 
 
 class Structure:
@@ -133,6 +141,7 @@ class Structure:
                 *(table.values() for table in _tables_of_hooks(modules, parameters)),
             ]
         )
+        self.hooks = _hooks_of(parameters)
         # torch numbers all hooks in one sequence, so a new one shows in the next number.
         self._next_hook = RemovableHandle.next_id
         one_of_each = {type(parameter): parameter for parameter in parameters}
@@ -146,6 +155,7 @@ class Structure:
             or self.members.changed()
             or self.tensors.changed()
             or self.classes.changed()
+            or any(getattr(p, kind) is not table for p, kind, table in self.hooks)
         )
 
     def registered_hooks(self) -> bool:
@@ -209,7 +219,7 @@ def _laid_out(name: str, tensor: Tensor) -> dict[str, Any]:
 
 def _described(name: str, parameter: nn.Parameter) -> dict[str, Any]:
     state = _laid_out(name, parameter)
-    for kind in _TENSOR_HOOKS:
+    for kind in TENSOR_HOOKS:
         state[f"`{kind}` of {name}"] = names_of_hooks(getattr(parameter, kind, None))
     if parameter.requires_grad:
         state[f"the hooks of the autograd node of {name}"] = _hooks_of_node(parameter)
@@ -223,7 +233,7 @@ def _hooks_of_node(parameter: nn.Parameter) -> str:
     """
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-    own = [getattr(parameter, kind, None) for kind in _TENSOR_HOOKS]
+    own = [getattr(parameter, kind, None) for kind in TENSOR_HOOKS]
     tables = [table for table in gc.get_referents(node) if isinstance(table, dict)]
     return names_of_hooks(
         {key: hook for t in tables if all(t is not o for o in own) for key, hook in t.items()}

@@ -117,6 +117,24 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     return node
 
 
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def node_of_hooks(tensor: torch.Tensor, path: str, of: str) -> Node:
+    """Record the hooks of a tensor, which are in no attribute dictionary."""
+
+    def read() -> Parts:
+        return {kind: tuple((getattr(tensor, kind) or {}).items()) for kind in TENSOR_HOOKS}
+
+    def write(parts: Parts) -> None:
+        for kind, hooks in parts.items():
+            if (table := getattr(tensor, kind)) is not None:
+                table.clear()
+                table.update(hooks)
+
+    return Node(None, tensor, path, of, read, write)
+
+
 # Larger objects and buffers are compared after pauses, not before each replay.
 _QUICK_MEMBERS = 4096
 _QUICK_BYTES = 1 << 16

@@ -12,6 +12,8 @@ from math import copysign
 from types import MethodType
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from lightning_cudagraph.checks.walk.host_objects import UNSET, VALUES
 
 # Among ignored names: a wildcard for all that begin with an underscore.
@@ -102,9 +104,13 @@ class Node:
             was, part = self.parts.get(label, UNSET), now.get(label, UNSET)
             if was is part:
                 continue
-            is_same = was == part if self.draws else same(was, part)
+            is_same = was == part if self.draws else same(was, part, self._depth(label))
             if not is_same and not self.ignores(label):
                 yield Moved(self, label, was, part)
+
+    def _depth(self, label: Any) -> int:
+        """The depth of a comparison by value; 0 for a table of a module, which guards hold."""
+        return 0 if label in _TABLES and issubclass(type(self.owner), nn.Module) else _MAX_DEPTH
 
     def others(self) -> Iterator[str]:
         """The paths of parts that were replaced by equal objects, which can change later."""

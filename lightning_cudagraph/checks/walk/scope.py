@@ -64,6 +64,7 @@ class Scope(NamedTuple):
             classes, but no library objects, which fill caches; draws from host generators count as
             changes; and until `release` iterators are replaced by ones that refuse draws.
         harmless: paths of iterators that are not replaced.
+        apart: names of tables of a module that are compared by identity, and not entered.
         enters: classes whose objects are entered, although walks stop at them by default.
     """
 
@@ -75,3 +76,4 @@ class Scope(NamedTuple):
     in_capture: bool = False
     harmless: frozenset[str] = frozenset()
     enters: tuple[type, ...] = ()
+    apart: frozenset[str] = frozenset()

@@ -51,6 +51,7 @@ def _version_getter() -> Callable[[dict[Any, Any]], int] | None:
 
 
 _version = _version_getter()
+_MISSING = object()
 
 
 class Versions:
@@ -78,8 +79,7 @@ class Versions:
         held, names = self._dicts[index], self._names[index]
         if names is None:
             return [*dict.keys(held)], [*dict.values(held)]
-        there = [name for name in names if name in held]
-        return there, [held[name] for name in there]
+        return [*names], [*map(dict.get, repeat(held), names, repeat(_MISSING))]
 
     def changed(self) -> list[int]:
         """The positions of the dictionaries with other keys or values than recorded, by identity."""
@@ -96,7 +96,7 @@ class Versions:
         keys, values = self._contents[index]
         now: Any = self._dicts[index]
         if self._names[index] is not None:
-            now = dict(zip(*self._content(index), strict=True))
+            return all(map(operator.is_, self._content(index)[1], values))
         return (
             len(now) == len(values)
             and all(map(operator.is_, dict.values(now), values))

@@ -53,7 +53,7 @@ from lightning_cudagraph.checks.walk.host_objects import (
     slot_value,
     slots_of,
 )
-from lightning_cudagraph.checks.walk.kinds import PROXIES, READ_WHOLE, How, node_of
+from lightning_cudagraph.checks.walk.kinds import PROXIES, READ_WHOLE, How, node_of, node_of_hooks
 from lightning_cudagraph.checks.walk.parts import Item, Moved, Node, items_of, joined
 from lightning_cudagraph.checks.walk.quick import QuickComparison
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
@@ -264,6 +264,8 @@ class Walk:
             self._add_attributes(root)
             if issubclass(kind, nn.Module):
                 self._add_classes(root)
+            elif self._scope.in_capture and value.requires_grad and value.is_leaf:
+                self._tensors.append(node_of_hooks(value, root.path, root.of))
             elif root.is_read and root.path:
                 self._add_layout(root)
         else:
@@ -375,10 +377,11 @@ class Walk:
         if node.draws:
             return
         is_fixed = node.write is None and (root.is_fixed or not issubclass(type(node.owner), tuple))
+        apart = {*_OWN, *(self._scope.apart if issubclass(type(node.owner), nn.Module) else ())}
         is_of_modules = issubclass(type(node.owner), type) and issubclass(node.owner, nn.Module)
         is_of_modules &= not self._scope.in_capture
         for label, part in node.parts.items():
-            if type(part) in VALUES or node.ignores(label) or label in _OWN:
+            if type(part) in VALUES or node.ignores(label) or label in apart:
                 continue
             if is_of_modules and not node.was_read(label):
                 continue  # a method that the step does not call

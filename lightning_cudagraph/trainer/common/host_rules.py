@@ -39,8 +39,12 @@ from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.trainer.logs.silent import Silent
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 
-# Attributes of every module that belong to torch and Lightning.
-OWN_ATTRIBUTES = frozenset(vars(pl.LightningModule()))
+# Attributes of every module that belong to torch and Lightning, but for settings of the user's.
+OWN_ATTRIBUTES = frozenset(vars(pl.LightningModule())) - {
+    f"_{name}"
+    for name, found in vars(pl.LightningModule).items()
+    if isinstance(found, property) and found.fset is not None and name not in ("trainer", "fabric")
+}
 
 _MODULE_METHODS = (
     "forward",
