@@ -192,3 +192,17 @@ def test_libraries_are_told_of_a_capture() -> None:
     assert told == [True]
     now = torch.cuda.is_current_stream_capturing, torch.cuda.graphs.is_current_stream_capturing
     assert now == before
+
+
+def test_forward_derivatives() -> None:
+    """Zeros of `torch.func.jvp` have no memory, and a replay writes none."""
+    weight = torch.ones(3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        value, derivative = torch.func.jvp(lambda x: (x * weight).sin().sum(), (x,), (x,))
+        return value + derivative
+
+    call = GraphedStep(step, backend="emulator")
+    for _ in range(8):
+        x = torch.randn(3)
+        assert torch.equal(call(x), step(x))

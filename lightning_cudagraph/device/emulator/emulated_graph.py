@@ -101,7 +101,8 @@ class TapedOp:
             if is_collective(self.func):
                 wait_for(self.func, results)
         for target, value in zip(self.results, tensors_in(results), strict=True):
-            if target is not None and not target._is_zerotensor():  # a forward derivative: no memory
+            # A zero of forward derivatives has no memory.
+            if target is not None and target.data_ptr():
                 target.copy_(value)
 
 

@@ -116,7 +116,9 @@ class OwnFunctionMode(TorchFunctionMode):
             def __torch_function__(
                 self: Any, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
             ) -> Any:
-                return own(self, _asker(func), kinds, args, kwargs or {})
+                if not torch.compiler.is_compiling():  # Dynamo traces modes too
+                    func = _asker(func)
+                return own(self, func, kinds, args, kwargs or {})
 
             cls.__torch_function__ = __torch_function__  # type: ignore[method-assign]
             not_compiled(own, with_what_it_calls=True)
