@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph import CaptureError
+from lightning_cudagraph import CaptureError, GraphedStep
 from lightning_cudagraph.device.emulator.emulated_graph import HostEvent
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 
