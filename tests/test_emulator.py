@@ -194,6 +194,7 @@ def test_libraries_are_told_of_a_capture() -> None:
     assert now == before
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
 def test_forward_derivatives() -> None:
     """Zeros of `torch.func.jvp` have no memory, and a replay writes none."""
     weight = torch.ones(3)
