@@ -75,7 +75,7 @@ class Classes:
         """True if an object has another class, or another function, of its own or of a class."""
         if not all(map(operator.is_, map(type, self._objects), self._types)):
             return True
-        if not all(map(operator.is_, map(_order, self._kinds), self._orders)):
+        if [*map(_order, self._kinds)] != self._orders:
             return True
         if written := self._dicts.changed():
             if self.in_words():
@@ -87,7 +87,7 @@ class Classes:
     def in_words(self) -> str:
         """The first function that was replaced, or class with other bases, in words; empty if none."""
         for kind, order in zip(self._kinds, self._orders, strict=True):
-            if _order(kind) is not order:
+            if _order(kind) != order:
                 return f"the bases of the class `{kind.__qualname__}` changed"
         now = self._functions_now()
         for key in {**self._functions, **now}:

@@ -100,7 +100,7 @@ def _tables_of_hooks(modules: list[nn.Module], parameters: list[nn.Parameter]) -
     tables = [getattr(m, kind, None) for m in modules for kind in _MODULE_HOOKS]
     tables += _hooks_of_all().values()
     tables += [table for _, _, table in _hooks_of(parameters)]
-    return [table for table in tables if table is not None]
+    return [table for table in tables if table]
 
 
 def _hooks_of(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, str, Any]]:
