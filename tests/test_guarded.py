@@ -359,6 +359,8 @@ class OfABuffer(Changing):
     def prepare(self) -> None:
         self.offset: Any
         self.register_buffer("offset", torch.zeros(()))
+
+    def on_fit_start(self) -> None:  # on the device: a move there makes another tensor
         self.offset.gain = 1.0
 
     def change(self) -> None:
