@@ -464,6 +464,17 @@ class Clears(Reads):
             self.factor.zero_()
 
 
+class Replaces(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        if torch.isnan(x).any():  # BAD
+            x = torch.nan_to_num(x)
+
+
+class ListOfTensors(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.hidden = [x.mean().detach()]  # BAD
+
+
 class ToALibrary(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         self.factor.cpu().numpy().argsort()  # BAD
@@ -519,6 +530,8 @@ REMEDIES: dict[type[Net], str] = {
     LengthOfEach: MASK,
     MaskAsked: "Always pass the mask.*docs/recipes/attention_masks.md",
     Clears: "Clear them without a branch: `p.grad.copy_(torch.where(",
+    Replaces: "Do it in every step: finite numbers stay as they are.*docs/recipes/nan_checks.md",
+    ListOfTensors: "Keep a tuple, `self.hidden = tuple(...)`",
     ReboundBuffer: "another tensor into the buffer `factor` of the.*`self.factor.copy_(...)`",
     ReplacedStorage: "gives `factor` another storage.*`copy_`",
     ToALibrary: "Compute with torch, on the device.*such as SciPy, is in no graph",

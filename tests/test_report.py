@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from lightning_cudagraph import RunSummary, StageSummary
+from lightning_cudagraph.checks.audit.read_remedies import afterwards
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
+from lightning_cudagraph.errors import Location
 from lightning_cudagraph.timing.output.report import eager_report, layer_lines, stage_lines, time_lines
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.readings.windows import WindowSummary
@@ -284,3 +286,20 @@ def test_what_changes_again_and_again_is_one_line() -> None:
 def test_reasons_without_their_values_are_of_one_kind_with_a_remedy(reason: str, kind: str) -> None:
     assert kind_of(reason) == kind
     assert remedy_of(kind).startswith("Hand it to the step")
+
+
+def test_remedies_of_changes_by_kind() -> None:
+    assert "draw the mask yourself" in remedy_of(kind_of("`p` of `drop` changed from 0.1 to 0.2"))
+    assert not remedy_of(kind_of("the number of param groups of the optimizer changed from 1 to 2"))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("self.logger.log_metrics({'lr': self.lr}, step=self.global_step)", "`on_train_batch_start`"),
+        ("self.logger.log_metrics({'loss': 1.0}, step=self.global_step)", "counts this step too"),
+        ("print('here')", "`on_train_batch_end`, which runs on the host after every step."),
+    ],
+)
+def test_remedies_of_what_a_line_does_for_the_user(source: str, words: str) -> None:
+    assert words in afterwards(Location("step.py", 1, source))
