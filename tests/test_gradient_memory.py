@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep
-from lightning_cudagraph.tensors.external_references import ExternalReferences
+from lightning_cudagraph.errors import HookError
+from lightning_cudagraph.tensors.layouts import Layouts
 from tests.harness import Net, assert_same, make, train
 
 
@@ -34,9 +37,37 @@ class HalvesBeforeTheOptimizer(Halves):
         self.halve()
 
 
+class HalvesAndKeeps(Halves):
+    def halve(self) -> None:
+        if self.trainer.global_step > 4:
+            self.__dict__["raw"] = [parameter.grad.data for parameter in self.parameters()]
+        super().halve()
+
+
+class HalvesAndKeepsAfterTheStep(HalvesAndKeeps):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.halve()
+
+
+class HalvesAndKeepsBeforeTheOptimizer(HalvesAndKeeps):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.halve()
+
+
 RUNS: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any]]] = {
     "accumulated": (HalvesAfterTheStep, {"accumulate_grad_batches": 4, "max_epochs": 6}, {}),
     "eager optimizer": (HalvesBeforeTheOptimizer, {}, {"scope": "forward_backward"}),
+    "in the step": (HalvesBeforeTheOptimizer, {}, {}),
+    "accumulated, old memory kept": (
+        HalvesAndKeepsAfterTheStep,
+        {"accumulate_grad_batches": 4, "max_epochs": 6},
+        {},
+    ),
+    "eager optimizer, old memory kept": (
+        HalvesAndKeepsBeforeTheOptimizer,
+        {},
+        {"scope": "forward_backward"},
+    ),
 }
 
 
@@ -51,39 +82,119 @@ def test_training(tmp_path: Path, accelerator: str, name: str) -> None:
     assert graph.counts.replayed > 4
 
 
-def _weights(accelerator: str, is_graphed: bool) -> list[torch.Tensor]:
+class _Hook(Callback):
+    """Halves a gradient between forward and backward pass, where those of other micro-batches are."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        gradient = pl_module.head.bias.grad
+        if trainer.global_step > 4 and gradient is not None:
+            gradient.data = gradient.data * 0.5
+
+
+def test_in_the_middle_of_a_step(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(HookError, match=r"on_before_backward.* gives a gradient other memory"):
+        train(
+            make(Net),
+            tmp_path,
+            CUDAGraphCallback(),
+            callbacks=[_Hook()],
+            accelerator=accelerator,
+            accumulate_grad_batches=4,
+            max_epochs=6,
+        )
+
+
+Kept = list[torch.Tensor]
+
+
+def _clamped(net: nn.Module, kept: Kept) -> None:
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data = parameter.grad.data.clamp(-0.02, 0.02)
+
+
+def _clamped_and_kept(net: nn.Module, kept: Kept) -> None:
+    kept[:] = [parameter.grad.data for parameter in net.parameters() if parameter.grad is not None]
+    _clamped(net, kept)
+
+
+def _swapped(net: nn.Module, kept: Kept) -> None:
+    first, second = (parameter.grad for parameter in net.parameters() if parameter.dim() == 2)
+    assert first is not None
+    assert second is not None
+    first.data, second.data = second.data, first.data
+
+
+def _transposed(net: nn.Module, kept: Kept) -> None:
+    for parameter in net.parameters():
+        if parameter.dim() == 2:
+            assert parameter.grad is not None
+            parameter.grad.data = parameter.grad.data.t()
+
+
+def _flat(net: nn.Module, kept: Kept) -> None:
+    """The gradients become parts of one tensor once, which is halved after each step."""
+    if not kept:
+        gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+        kept.append(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        for gradient, part in zip(gradients, kept[0].split([*map(torch.numel, gradients)]), strict=True):
+            gradient.data = part.view_as(gradient)
+    kept[0].mul_(0.5)
+
+
+CHANGES = {
+    function.__name__: function
+    for function in (_clamped, _clamped_and_kept, _swapped, _transposed, _flat)
+}
+
+
+def _trained(
+    accelerator: str, change: Callable[[nn.Module, Kept], None], first: int, is_graphed: bool
+) -> tuple[list[torch.Tensor], int]:
+    """The gradients after each step and the weights at the end; and the number of replays."""
     device = torch.device("cuda" if accelerator == "gpu" else "cpu")
     torch.manual_seed(0)
-    net = nn.Linear(6, 3, device=device)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    kept: Kept = []
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
+        if change is not _flat:
+            optimizer.zero_grad()
         loss = F.cross_entropy(net(x), y)
         loss.backward()
         return loss
 
     call = GraphedStep(step, modules=net) if is_graphed else step
-    for _ in range(12):
+    seen = []
+    for index in range(16):
         call(torch.randn(4, 6, device=device), torch.randint(3, (4,), device=device))
-        for parameter in net.parameters():
-            assert parameter.grad is not None
-            parameter.grad.data = parameter.grad.data.clamp(-0.02, 0.02)
+        if index >= first:
+            change(net, kept)
+        seen += [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+        seen += [tensor.clone() for tensor in kept]
         optimizer.step()
-    return [parameter.detach() for parameter in net.parameters()]
+    replays = call.summary.calls.replayed if isinstance(call, GraphedStep) else 0
+    return [*seen, *net.parameters()], replays
 
 
-def _check_graphed_step(accelerator: str) -> None:
-    plain, graph = (_weights(accelerator, is_graphed) for is_graphed in (False, True))
+@pytest.mark.parametrize("first", [0, 6])
+@pytest.mark.parametrize("name", CHANGES)
+def test_graphed_step(accelerator: str, name: str, first: int) -> None:
+    plain, _ = _trained(accelerator, CHANGES[name], first, False)
+    graph, replays = _trained(accelerator, CHANGES[name], first, True)
+    assert len(plain) == len(graph)
     assert all(map(torch.equal, plain, graph))
+    assert replays >= 5
 
 
-def test_graphed_step(accelerator: str) -> None:
-    _check_graphed_step(accelerator)
-
-
-def test_control(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer would go on with the gradients of an earlier step."""
-    monkeypatch.setattr(ExternalReferences, "_bring_back", lambda self: False)
-    with pytest.raises((AssertionError, CUDAGraphError)):
-        _check_graphed_step(accelerator)
+@pytest.mark.parametrize("name", CHANGES)
+def test_control(accelerator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the guard, later steps go on with the gradients of an earlier one."""
+    monkeypatch.setattr(Layouts, "changed", lambda self, tensors: False)
+    plain, _ = _trained(accelerator, CHANGES[name], 6, False)
+    try:
+        graph, _ = _trained(accelerator, CHANGES[name], 6, True)
+    except CUDAGraphError:
+        return
+    assert not all(map(torch.equal, plain, graph))

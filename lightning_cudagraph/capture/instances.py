@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.errors import HookError
 from lightning_cudagraph.tensors.external_references import Gradients, HandedOut, adopt, gradients_of
+from lightning_cudagraph.tensors.layouts import Layouts
 
 T = TypeVar("T")
 
@@ -59,6 +61,23 @@ class GraphBreak:
                 " the graph makes its own gradients, and would ignore that.",
                 "Let `optimizer_zero_grad` do nothing but `optimizer.zero_grad(set_to_none=True)`, and"
                 " change gradients in `on_after_backward`.",
+            )
+
+    @contextmanager
+    def in_place(self, handed: HandedOut | None, accumulated: Gradients) -> Iterator[None]:
+        """Raise if the hooks give a gradient of the graph other memory, which it would not see."""
+        found = (
+            []
+            if handed is not None or self.drops
+            else gradients_of(p for p, _ in (*self.gradients, *accumulated))
+        )
+        layouts = Layouts([gradient for _, gradient in found])
+        yield
+        if layouts.changed([gradient for _, gradient in found]):
+            raise HookError(
+                f"{self.hooks} gives a gradient other memory (`p.grad.data = ...`) in the middle of a"
+                " step that is replayed; the graph would not see that.",
+                "Write into the gradient instead: `p.grad.copy_(...)`.",
             )
 
 
@@ -113,7 +132,8 @@ class CaptureInstance(Generic[T]):
             if handed is not None:
                 handed.give(accumulated)
                 handed.give(graph_break.made)
-            between(self.outputs, index)
+            with graph_break.in_place(handed, accumulated):
+                between(self.outputs, index)
             graph_break.check(handed)
             if handed is not None:
                 handed.take_back(graph_break.made)

@@ -75,7 +75,9 @@ class Invalidation(Generic[T]):
     def _copy_out_from_now_on(self) -> None:
         """Leave externally referenced gradients to user code, and copy gradients out from now on."""
         self._copies.are_given = True
-        self.drop("user code holds a reference to a gradient, or to a part of one")
+        self.drop(
+            "user code holds a reference to a gradient, or to a part of one, or gave one other memory"
+        )
 
     def drop(self, reason: str, of_others: bool = False) -> None:
         """Invalidate the graphs; later steps are warmed up and captured again.

@@ -1,9 +1,11 @@
 """External references to gradients of graphs: their detection, and gradients that are copied out.
 
 A graph writes its gradients at fixed addresses in every replay. Code that holds a gradient of an earlier
-step, or a view of it, would see it change. So references to the graph's gradients are counted before a
-replay. From the first external one on, gradients are copied out after each replay, as an eager step
-would leave them: new tensors if the step drops gradients, the same ones if it adds to them.
+step, or a view of it, would see it change; and the graph does not see other memory that code gives a
+gradient (`p.grad.data = ...`). So before a replay, references to the graph's gradients are counted, and
+their addresses and layouts compared. From the first external reference or other memory on, gradients are
+copied out after each replay, as an eager step would leave them: new tensors if the step drops gradients,
+the same ones if it adds to them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.compat.features import HELD_GRADIENTS
 from lightning_cudagraph.compat.tables import available
+from lightning_cudagraph.tensors.layouts import Layouts
 from lightning_cudagraph.tensors.local import address_of, local
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
@@ -70,7 +73,7 @@ class ExternalReferences:
         self._tensors = [gradient for _, gradient in self._gradients]
         self._storages = [local(gradient).untyped_storage() for _, gradient in self._gradients]
         self._numbers = [int(storage._cdata) for storage in self._storages]
-        self._layouts = [(t.storage_offset(), t.shape, t.stride()) for t in map(local, self._tensors)]
+        self._layouts = Layouts(self._tensors)
         self._references: list[int] = []
         self._users: list[int] = []
         _all.add(self)
@@ -104,37 +107,22 @@ class ExternalReferences:
         return others.is_any_kept() or any(holds.is_any_kept() for holds in known.values())
 
     def count(self) -> None:
-        """Count the references without external ones."""
+        """Count the references without external ones, and note where the gradients are."""
+        self._layouts = Layouts(self._tensors)
         self._references, self._users = self._referring(), self._using()
 
     def is_any_kept(self) -> bool:
-        """True if there is an external reference to a gradient."""
+        """True if there is an external reference to a gradient, or one has other memory."""
         users, references = self._using(), self._referring()
         if any(map(operator.gt, users, self._users)):
             return True
         if any(map(operator.gt, references, self._references)):
             return True
-        # The count may have fallen: some references were garbage when they were counted, or a gradient
-        # has other memory.
-        if users != self._users and self._bring_back():
-            users = self._using()
+        if self._layouts.changed(self._tensors):
+            return True
+        # The count may have fallen: some references were garbage when they were counted.
         self._users, self._references = users, references
         return False
-
-    def _bring_back(self) -> bool:
-        """Give gradients with other memory (`p.grad.data = ...`) the graph's own, with their values."""
-        found = False
-        for gradient, storage, layout in zip(
-            map(local, self._tensors), self._storages, self._layouts, strict=True
-        ):
-            if gradient.untyped_storage().data_ptr() != storage.data_ptr():
-                found = True
-                values = gradient.detach()
-                gradient.data = torch.empty(0, dtype=gradient.dtype, device=gradient.device).set_(
-                    storage, *layout
-                )
-                gradient.data.copy_(values)
-        return found
 
     def move_out(self) -> None:
         """Move the graph's own gradients to memory that no graph writes; it cannot be replayed after it.
@@ -143,10 +131,16 @@ class ExternalReferences:
         CPU, where graphs share no memory, and where an array refers to the tensor itself.
         """
         # A capture that was refused has no counts: no code has seen its gradients.
-        own = self._gradients[: self._n_own]
-        for now, alone, (_, gradient) in zip(self._using(), self._users, own, strict=False):
-            if now <= alone and gradient.device.type != "cpu":
-                gradient.data = gradient.clone()
+        alone = {
+            storage.data_ptr(): now <= then
+            for now, then, storage in zip(self._using(), self._users, self._storages, strict=False)
+        }
+        with ExternalReferences.of_captures_apart():
+            for _, gradient in self._gradients[: self._n_own]:
+                place = local(gradient).untyped_storage().data_ptr()
+                # Memory that user code has given a gradient is not of the graph.
+                if alone.get(place, False) and gradient.device.type != "cpu":
+                    gradient.data = gradient.clone()
 
     def _using(self) -> list[int]:
         return [*map(_users_of, self._numbers)] if _users_of is not None else [0] * len(self._numbers)
