@@ -106,6 +106,7 @@ KINDS: dict[str, tuple[Callable[[], Averaging], int]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", KINDS)
 def test_averages_of_user_code(tmp_path: Path, accelerator: str, name: str) -> None:
     build, expected = KINDS[name]

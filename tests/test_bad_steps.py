@@ -223,6 +223,7 @@ def _line_of(cls: type) -> int | None:
     return None
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", BAD, ids=lambda cls: cls.__name__)
 def test_raises_with_the_users_line(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     module = make(cls)
@@ -539,6 +540,7 @@ REMEDIES: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 @pytest.mark.parametrize("cls", REMEDIES, ids=lambda cls: cls.__name__)
 def test_names_the_line_and_a_remedy_that_fits_it(

@@ -141,6 +141,7 @@ def test_plain_steps_are_not_compiled_for_this_run(
     assert callback.summary.fit.plain_steps == 3
 
 
+@pytest.mark.spread
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize(
     "kwargs",

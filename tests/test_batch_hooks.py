@@ -557,6 +557,7 @@ class KeepsItself(KeepsForTheNext):
 KEEPING = {kind.__name__: kind for kind in (Keeping, *Keeping.__subclasses__(), KeepsItself)}
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("which", KEEPING)
 def test_what_hooks_keep(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, which: str

@@ -272,6 +272,7 @@ REFUSED: dict[type[Base], str] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", REFUSED)
 def test_not_carried(tmp_path: Path, accelerator: str, cls: type[Base]) -> None:
     refused(tmp_path, accelerator, cls, match=REFUSED[cls])

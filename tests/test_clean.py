@@ -171,6 +171,7 @@ def everything_imported(tmp_path: Path, accelerator: str) -> None:
     _WARM.add(accelerator)
 
 
+@pytest.mark.spread
 @pytest.mark.usefixtures("everything_imported")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_nothing_is_left(tmp_path: Path, accelerator: str, ending: str) -> None:

@@ -340,6 +340,7 @@ class Ramp(GAN):
         return self.learn_generator(batch[0] * (self.global_step / 100))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("build", "captures"), [(InTurn, 2), (KeepsInTurn, 2), (Named, 2), (Deep, 4), (ByStep, 4)]
 )
@@ -425,6 +426,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(tmp_path: Path, accelerator: str, case: str) -> None:
     build, message = REFUSED[case]
@@ -432,6 +434,7 @@ def test_refused(tmp_path: Path, accelerator: str, case: str) -> None:
         both(tmp_path, accelerator, build)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_and_eager(tmp_path: Path, accelerator: str, case: str) -> None:
     build, _ = REFUSED[case]

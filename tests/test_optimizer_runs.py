@@ -220,6 +220,7 @@ class _InTensors(torch.overrides.TorchFunctionMode):
         return done[0]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_with_its_number_in_a_tensor_comes_to_the_same_bits(
@@ -250,6 +251,7 @@ def test_an_op_with_its_number_in_a_tensor_comes_to_the_same_bits(
 _LEFT = [-0.0, 0.0, 1e-42, -3.5, 2.0**120]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("op", [op for op in OPS if "_" in op or "plus" in op])
 @pytest.mark.parametrize("is_skipped", [False, True], ids=["done", "skipped"])
@@ -261,6 +263,7 @@ def test_an_op_behind_a_gate(
     _assert_equal_bits(before if is_skipped else plain, found)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("op", [op for op in OPS if "foreach" in op and "_" in op])
 @pytest.mark.parametrize("is_skipped", [False, True], ids=["done", "skipped"])
 def test_an_op_on_a_list_behind_a_gate(

@@ -263,6 +263,7 @@ def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 KWARGS: dict[str, Any] = {"logger": False, "max_epochs": 4}
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", FAULTS)
 def test_caught(tmp_path: Path, accelerator: str, name: str) -> None:
     fault = FAULTS[name]

@@ -380,6 +380,7 @@ RETURNED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("kind", RETURNED)
 def test_outputs_that_no_replay_could_return(tmp_path: Path, accelerator: str, kind: str) -> None:
     class Returns(Net):

@@ -76,6 +76,7 @@ class ReadsTheClock(Net):
         return output
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
 @pytest.mark.parametrize("profiler", [None, "simple", "advanced", "pytorch"])
 def test_the_audit_is_not_switched_off(tmp_path: Path, accelerator: str, profiler: str | None) -> None:

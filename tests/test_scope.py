@@ -207,6 +207,7 @@ class Scaled(Net):
         return super().forward(x) * self.scale
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     "make_optimizer", [Own, CallsTwice, FusedAndDecayed, Lamb, Adan, ReadsBack, WantsAFloat]
 )

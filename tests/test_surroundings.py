@@ -63,6 +63,7 @@ def twice(
     )
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("timed", [False, True], ids=["untimed", "timed"])
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_a_surrounding(

@@ -108,6 +108,7 @@ def test_what_validation_reads_is_watched(
     assert_same(plain, train(module, tmp_path / "graph", callback, accelerator=accelerator))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(("name", "found"), [("Prints", "`print`"), ("Counts", "`n`")])
 def test_what_a_replay_would_not_repeat_is_named(
     tmp_path: Path, accelerator: str, names: dict[str, Any], file: str, name: str, found: str
@@ -168,7 +169,7 @@ assert callback.summary.fit.captures > 1, callback.summary
 """
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["-", "-c"])
 def test_a_script_on_the_standard_input(accelerator: str, way: str) -> None:
     script = SCRIPT.replace("ACCELERATOR", repr(accelerator))

@@ -271,6 +271,7 @@ class ReturnsANumber(ReadsAGlobal):
         return {"loss": Net.training_step(self, batch, batch_idx)["loss"], "scale": _scale()}
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("module", "scope", "message"),
     [

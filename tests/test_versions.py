@@ -79,6 +79,7 @@ def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_other_errors_of_an_import_are_left_alone(tmp_path: Path) -> None:
     hides = (
         "import torch, importlib.abc\n"

@@ -28,8 +28,10 @@ SAME = (
     "a_step_of_one_process",
     "a_teacher_without_gradients",
 )
-FABRIC = ("fabric_accumulated", "fabric_in_one", "the_example_of_fabric")
+FABRIC = ("fabric_accumulated",)
+FABRIC_LONG = ("fabric_in_one", "the_example_of_fabric")
 AGREED = (
+    "an_error_in_one_process",
     "another_shape",
     "a_guard_in_one_process",
     "a_number_that_alternates_in_one_process",
@@ -39,12 +41,13 @@ AGREED = (
     "collectives_that_are_refused",
     "unequal_batches",
     "manual_optimization_is_refused",
+)
+AGREED_LONG = (
     "different_arguments",
     "another_backend_in_one",
     "buffers_that_move_are_refused",
     "averages_on_the_host_are_refused",
     "fewer_batches_in_one",
-    "an_error_in_one_process",
     "an_error_before_the_first_call",
     "an_error_in_the_step",
     "an_error_in_the_capture",
@@ -56,14 +59,28 @@ OVER_SOCKETS = (
 )
 
 
-@pytest.mark.parametrize("cases", [SAME, FABRIC], ids=["same numbers", "fabric"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(SAME, id="same numbers"),
+        pytest.param(FABRIC, id="fabric"),
+        pytest.param(FABRIC_LONG, id="more of fabric", marks=pytest.mark.long),
+    ],
+)
 def test_processes_train_as_without_graphs(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
     assert_cases_of("step_cases", tmp_path, cases, accelerator, timeout_s=240, to_its_end=False)
 
 
-@pytest.mark.parametrize("cases", [AGREED, OVER_SOCKETS], ids=["on a page", "over sockets"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(AGREED, id="on a page"),
+        pytest.param(AGREED_LONG, id="more on a page", marks=pytest.mark.long),
+        pytest.param(OVER_SOCKETS, id="over sockets", marks=pytest.mark.long),
+    ],
+)
 def test_processes_decide_together_at_once(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
@@ -102,7 +119,7 @@ def test_a_process_that_ends_in_a_call_ends_all(
         pytest.param("an_uncaught_error_without_with", marks=pytest.mark.long),
         pytest.param("an_uncaught_error_before_the_first_call", marks=pytest.mark.long),
         pytest.param("an_uncaught_error_between_two_steps", marks=pytest.mark.long),
-        "an_uncaught_error_well_before_another_step",
+        pytest.param("an_uncaught_error_well_before_another_step", marks=pytest.mark.long),
     ],
 )
 def test_an_error_that_nobody_catches_is_no_good_end(

@@ -79,7 +79,7 @@ SIGNALS_LONG = (
     "cases",
     [
         pytest.param(SAME[::2], id="same numbers"),
-        pytest.param(SAME[1::2], id="same numbers too"),
+        pytest.param(SAME[1::2], id="same numbers too", marks=pytest.mark.long),
         pytest.param(SIGNALS, id="signals"),
         pytest.param((*SAME_LONG, *SIGNALS_LONG), id="more", marks=pytest.mark.long),
     ],
