@@ -38,11 +38,7 @@ def see(recipe: str) -> str:
 
 @dataclass(frozen=True)
 class Location:
-    """A line of source, and the line of a library that it comes to, if it does.
-
-    Attributes:
-        called: the line of a library in a call by this one.
-    """
+    """A line of source, and the line of a library that it comes to, if it does."""
 
     path: str
     line: int

@@ -76,11 +76,8 @@ class _Tried(Generic[T]):
     """The outcome of an attempt, in this process or in all together.
 
     Attributes:
-        captured: the captured step; None if the attempt has failed.
-        failure: the error of a step that no graph can hold.
         raised: the error of user code in the capture, in words.
         sent_back: why the step is to be captured on another number of streams.
-        is_of_this_process: user code raised in this process.
     """
 
     captured: CapturedStep[T] | None
@@ -251,11 +248,7 @@ class Captures(Generic[T]):
         return _Tried(captured, failure, raised, sent_back, bool(raised), found)
 
     def _fits(self, step: Step[T], signature: Signature) -> bool:
-        """True if the warm-up and the static batch are those of the step, given what is read by now.
-
-        Args:
-            signature: its signature, as it was before.
-        """
+        """True if the warm-up and the static batch are those of the step, given what is read by now."""
         now = self._graphs.signature_of(step)
         if self._warm_ups.left(now, step.accumulation) > 0:
             return False

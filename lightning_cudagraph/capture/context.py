@@ -27,12 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureSettings:
-    """The user's settings that all front ends have in common; each front end documents its own.
-
-    Attributes:
-        raise_unsupported: raise if a step cannot be captured, instead of going on with eager steps.
-        max_graphs: the most batch signatures with graphs. Batches of others run eagerly.
-    """
+    """The user's settings that all front ends have in common; each front end documents its own."""
 
     warmup_steps: int
     raise_unsupported: bool
@@ -47,11 +42,7 @@ class EngineContext(Generic[T]):
     """The state that the parts of one engine share.
 
     Attributes:
-        guards: compare what its graphs have baked in.
-        graphs: those captured so far.
         is_settled: returns True once steps create no more state; warm-up goes on until then.
-        compiled: compiled code in its steps.
-        copies: of gradients, for user code that holds references to them.
     """
 
     run: RunContext
@@ -69,12 +60,9 @@ class RunContext:
     """The state that all engines of a run share; made once by a front end.
 
     Attributes:
-        announce: shows a sentence to the user.
-        agreement: votes with the other processes; None in a run of one process.
         learning_rates: returns the current ones; a replay with new ones is verified.
         narrow: given the error of a capture, returns True if a smaller scope is captured from now on.
         on_give_up: called when the run falls back to eager steps for good.
-        around_replays: makes the context manager around each replay.
         on_capture: called after each capture with the step and its host time in milliseconds.
         earns_graphs: signatures after the first earn their graphs, and replace the least recently used
             ones; otherwise the first ones get them.

@@ -37,12 +37,8 @@ class StepEngine(Generic[T]):
     """Takes batches through their phases.
 
     Args:
-        run: the shared state of the run; engines of one run differ in their guards.
         is_settled: returns True once steps create no more state; warm-up goes on until then.
         reads: the reads of host values by steps of several engines; None for those of this one alone.
-
-    Attributes:
-        graphs: the captured steps.
     """
 
     def __init__(
@@ -109,9 +105,6 @@ class StepEngine(Generic[T]):
 
     def step(self, step: Step[T], signature: Signature | None = None) -> tuple[Phase, T | None]:
         """Run one step in the phase of its batch.
-
-        Args:
-            signature: the signature of the batch, if the caller knows it.
 
         Returns:
             The phase, and the static outputs if the step was a replay.
@@ -214,11 +207,7 @@ class StepEngine(Generic[T]):
         self._invalidation.drop(reason)
 
     def refuses_alone(self, signature: Signature, error: UnsupportedError) -> bool:
-        """Run steps of a signature eagerly, if steps have several paths or others have graphs.
-
-        Returns:
-            False, and nothing has happened, if it may be that of all steps.
-        """
+        """Run steps of a signature eagerly, unless the error may be that of all: then return False."""
         if not (self.graphs.reads.is_any or self._admission.is_later(signature)):
             return False
         self._admission.refuse(signature, error)

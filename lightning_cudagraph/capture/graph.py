@@ -69,7 +69,6 @@ class CapturedStep(Generic[T]):
     without events.
 
     Args:
-        static: the static batch, filled with a batch.
         parameters: the parameters with gradients that the step drops and makes, and those with gradients
             that it only adds to.
         compiled: compiled code in the step. If there is any, a further capture runs the step without
@@ -119,7 +118,6 @@ class CapturedStep(Generic[T]):
         """Capture further instances.
 
         Args:
-            record: the step; runs once for each instance.
             timed: for each, True if it has timing events. Instances of one kind form a ring.
 
         Raises:
@@ -155,11 +153,7 @@ class CapturedStep(Generic[T]):
                 parameter.grad = gradient
 
     def _instance(self, record: Record[T], is_timed: bool, there: Gradients) -> CaptureInstance[T]:
-        """Capture an instance.
-
-        Args:
-            there: the gradients that the step only adds to.
-        """
+        """Capture an instance; `there` are the gradients that the step only adds to."""
         # Without a gradient to add to, the backward pass makes a new one in the memory pool, at no cost.
         # The previous instance keeps its own.
         for parameter in self._makes:
@@ -192,11 +186,7 @@ class CapturedStep(Generic[T]):
         return instance
 
     def _examined(self, record: Record[T]) -> list[Tensor]:
-        """Capture the step without `torch.compile`, to inspect its Python, and release the graph.
-
-        Returns:
-            The tensors older than the step that it writes.
-        """
+        """Capture without `torch.compile` to inspect the Python; return older tensors that it writes."""
         for parameter in self._makes:
             parameter.grad = None
 
@@ -216,11 +206,7 @@ class CapturedStep(Generic[T]):
         return written
 
     def watch_gradients(self, between: bool) -> None:
-        """Detect external references to gradients from now on.
-
-        Args:
-            between: user code runs between any two steps. If not, it runs in pauses of the run alone.
-        """
+        """Detect external references to gradients from now on."""
         self._runs_between = between
         made = [pair for each in self._instances for at in each.breaks for pair in at.made]
         every = [pair for each in self._instances for pair in each.gradients]
@@ -319,11 +305,7 @@ class CapturedStep(Generic[T]):
         self._instances[0].graph.replay()
 
     def stay(self) -> bool:
-        """Let later graphs share the memory pool of this step, which was captured apart.
-
-        Returns:
-            False if they cannot: there are graphs in another pool.
-        """
+        """Share the memory pool with later graphs; False if there are graphs in another pool."""
         return self._backend.stay(self._instances[0].graph)
 
     def upcoming(self, timed: bool) -> T:

@@ -24,7 +24,6 @@ class Invalidation(Generic[T]):
     """Invalidation of the graphs of an engine.
 
     Attributes:
-        admission: of batch signatures to graphs.
         given_up: the reason why all later steps are eager; None if graphs are still possible.
         dropped: the reason of the last invalidation; empty if it came from other processes.
     """
@@ -80,11 +79,7 @@ class Invalidation(Generic[T]):
         )
 
     def drop(self, reason: str, of_others: bool = False) -> None:
-        """Invalidate the graphs; later steps are warmed up and captured again.
-
-        Args:
-            of_others: True if other processes have found the change.
-        """
+        """Invalidate the graphs; later steps are warmed up and captured again."""
         self.dropped = "" if of_others else reason
         had_graphs = bool(self._graphs)
         replays = sum(captured.replays for captured in self._graphs.all())

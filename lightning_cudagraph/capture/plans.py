@@ -46,11 +46,7 @@ class Plans(Generic[T]):
         return is_due or bool(self._invalidation.suspicion)
 
     def of_plain_replay(self, step: Replay[T], graphs: GraphsOfSignature[T]) -> CapturedStep[T] | None:
-        """Return the captured step to replay by the fast path; None if more than a replay is due.
-
-        Args:
-            graphs: those of the step's signature.
-        """
+        """Return the captured step to replay by the fast path; None if more than a replay is due."""
         self._invalidation.look_for_changes()
         captured = graphs.plain.get(step.accumulation)
         if captured is None or self.is_due(step, captured):
@@ -65,11 +61,7 @@ class Plans(Generic[T]):
         return captured
 
     def of_this_process(self, step: Step[T], signature: Signature | None) -> Plan[T]:
-        """Make the plan of this process alone.
-
-        Raises:
-            UnsupportedError: if no graph can take the batch and `on_unsupported="raise"`.
-        """
+        """Make the plan of this process alone."""
         if self._invalidation.given_up is not None:
             return Intent.GIVE_UP, self._invalidation.given_up, None, None
         if self._backend.in_graph_break:

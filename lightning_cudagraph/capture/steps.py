@@ -122,7 +122,6 @@ class Step(Replay[T], ABC):
     Attributes:
         eager_reason: why this step must run eagerly, though others of its phase are replayed;
             empty if it does not.
-        signature: the signature of the batch; set by the engine before it records or rehearses.
     """
 
     eager_reason: str = ""
@@ -141,7 +140,6 @@ class Step(Replay[T], ABC):
         """Run the step in a capture, and return the static outputs.
 
         Args:
-            batch: the static batch.
             cut: to be called at graph breaks.
             timed: record timing events.
         """

@@ -107,7 +107,6 @@ class _Trial:
     """A capture on some number of streams, and its measurements.
 
     Attributes:
-        captured: the capture; None once it has been released.
         state_bytes: device memory of all tensors that a replay changes.
         replay_ms: time of one replay; None if there was no memory to keep what it changes.
     """

@@ -88,8 +88,6 @@ class _Carried:
     """One rebound attribute.
 
     Attributes:
-        namespace: the attributes of its module.
-        of: the module, in words.
         form: structure, shapes, strides, dtypes and devices of the value.
         buffers: the value inside a captured step: the same containers around static tensors.
         needs_grad: ids of the static tensors that replace tensors which required gradients.
@@ -170,11 +168,7 @@ class _Carried:
         self.namespace[self.name] = self.found
 
     def left_behind(self, outlive: set[int]) -> list[Tensor] | None:
-        """The tensors that the step has put there; None if they cannot be carried.
-
-        Args:
-            outlive: storages of parameters and buffers, which no attribute may share.
-        """
+        """The tensors that the step has put there; None if they cannot be carried."""
         now, leaves, self.leaves = self.now, self.leaves, []
         if any(leaf.grad is not None for leaf in leaves) or _form_of(now) != self.form:
             return None
@@ -223,7 +217,6 @@ class ReboundAttributes:
     Args:
         device: the device of the capture; tensors elsewhere are not carried.
         unwatched: names of attributes that are left alone.
-        stays_on_host: True for a module that is only called on the host, such as a metric.
     """
 
     def __init__(
@@ -297,9 +290,6 @@ class ReboundAttributes:
         """Carry only what a captured step can have read, or has set.
 
         The others are set by code between steps, which may keep any number of tensors on a module.
-
-        Args:
-            can_read: returns the names of attributes of a module that the step can have read.
         """
         names = {id(vars(module)): can_read(module) for module in self._model.modules()}
         for carried in self._carried:

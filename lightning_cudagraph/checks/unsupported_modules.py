@@ -18,15 +18,7 @@ _SHARDED = {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "`fully_shard`"}
 
 
 def refuse_unsupported_modules(model: nn.Module, averaged: bool = False, sharded: bool = False) -> None:
-    """Refuse a model with unsupported modules.
-
-    Args:
-        averaged: the caller supports `DistributedDataParallel`.
-        sharded: the caller supports weights that `fully_shard` splits.
-
-    Raises:
-        UnsupportedError: naming the module.
-    """
+    """Refuse a model with unsupported modules."""
     _refuse_sharded(model, sharded)
     for kind in {base for child in model.modules() for base in type(child).__mro__}:
         # Python's value for a class made by code without a `__name__`.

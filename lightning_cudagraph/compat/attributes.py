@@ -17,11 +17,7 @@ def do_nothing(*args: Any) -> None:
 
 
 class OfThread(threading.local, Generic[T]):
-    """A value that each thread has for itself.
-
-    Args:
-        value: the value that a thread begins with.
-    """
+    """A value that each thread has for itself, `value` at first."""
 
     def __init__(self, value: T) -> None:
         self.value = value

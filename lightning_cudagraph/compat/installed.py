@@ -20,11 +20,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def check_installed() -> None:
-    """Refuse an unusable installation, before an import inside another package fails.
-
-    Raises:
-        ImportError: naming the package, and one remedy.
-    """
+    """Refuse an unusable installation, before an import inside another package fails."""
     if find_spec("lightning") is None:
         beside = (
             "; `pytorch_lightning` is installed, whose classes are others"
@@ -59,12 +55,7 @@ def check_installed() -> None:
 
 
 def gpu_without_cuda(built_for: str | None, hip: str | None) -> str:
-    """One line if there is an NVIDIA GPU that this build of torch cannot use; otherwise empty.
-
-    Args:
-        built_for: the version of CUDA that torch was built for.
-        hip: the version of ROCm that torch was built for.
-    """
+    """One line if there is an NVIDIA GPU that this build of torch cannot use; otherwise empty."""
     if built_for is not None or hip is not None or not (_GPUS.is_dir() and any(_GPUS.iterdir())):
         return ""
     return (

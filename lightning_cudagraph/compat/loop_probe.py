@@ -136,9 +136,6 @@ def _counters(trainer: Any) -> str:
 def loop_calls(accumulate: int) -> list[str]:
     """The calls of Lightning's loop for two batches, in order, and its counters after each.
 
-    Args:
-        accumulate: micro-batches of an optimizer step.
-
     Raises:
         Exception: any, from a loop that the mock does not fit.
     """

@@ -64,22 +64,13 @@ class PrivateName:
 
 
 def named(place: str, names: str, *features: Feature, **kwargs: Any) -> Iterator[PrivateName]:
-    """Yield several names of one module or class.
-
-    Args:
-        place: path of the module or class.
-        names: separated by spaces.
-    """
+    """Yield several names of one module or class, separated by spaces."""
     for name in names.split():
         yield PrivateName(f"{place}.{name}", features, **kwargs)
 
 
 def members(place: str, names: str, *features: Feature) -> PrivateName:
-    """Declare attributes of the instances of a class.
-
-    Args:
-        names: names of the attributes, separated by spaces.
-    """
+    """Declare attributes of the instances of a class, separated by spaces."""
     return PrivateName(place, features, fields=tuple(names.split()))
 
 
@@ -98,12 +89,7 @@ def accepts(*args: str, **kwargs: object) -> Callable[[Any], object]:
 
 
 def found(where: str) -> Any:
-    """Return the value at a dotted path.
-
-    Raises:
-        AttributeError: if a module or a class on the path has no such attribute.
-        ImportError: if the root package is missing.
-    """
+    """Return the value at a dotted path."""
     root, *path = where.split(".")
     value: Any = import_module(root)
     for name in path:

@@ -22,11 +22,7 @@ TABLE: tuple[PrivateName, ...] = (*TORCH, *LIGHTNING, *TORCHMETRICS, *TENSORBOAR
 
 
 def require(*features: Feature) -> None:
-    """Refuse features with missing or changed private names.
-
-    Raises:
-        CUDAGraphError: naming the first private name that is missing or changed.
-    """
+    """Refuse features with a private name that is missing or changed; the error names the first."""
     for feature in features:
         if trouble := _trouble(feature):
             raise CUDAGraphError(

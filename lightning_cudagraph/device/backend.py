@@ -34,19 +34,13 @@ class Graph(Protocol):
     """A captured step, in one or more parts with graph breaks between them."""
 
     def replay(self, between: Between | None = None) -> None:
-        """Run it on the current stream.
-
-        Args:
-            between: called at each graph break, with the index of the break.
-        """
+        """Run it on the current stream; at each graph break, call `between` with its index."""
 
 
 class Backend(Protocol):
     """A device on which steps are warmed up, captured and replayed.
 
     Attributes:
-        generators: the random generators that steps draw from.
-        description: one line for the user.
         graphs_per_step: instances of a timed step, replayed in turn, so that the events of one are read
             while the other runs.
         event_host_us: host time of an event in a graph for each replay, in microseconds: its launch and
@@ -84,7 +78,6 @@ class Backend(Protocol):
         """Capture the work of `body` without executing it.
 
         Args:
-            body: called once.
             is_compiled: True if `body` calls compiled code, which allocates without the dispatcher.
 
         Returns:
@@ -101,11 +94,7 @@ class Backend(Protocol):
         """Capture into a pool of its own, in the `with` block."""
 
     def stay(self, graph: Graph) -> bool:
-        """Capture from now on into the pool of a graph that was captured apart.
-
-        Returns:
-            False if there are graphs in the pool that is used now.
-        """
+        """Capture from now on into a graph's pool; False if there are graphs in the present pool."""
 
     def cut(self) -> None:
         """End a part of the capture at a graph break, and begin the next: the host runs between them."""
@@ -145,18 +134,10 @@ class Backend(Protocol):
         """
 
     def event_times(self, events: Sequence[Any]) -> Callable[[], list[float]]:
-        """Build a reader of the times of marked events.
-
-        Returns:
-            A function that returns for each event the milliseconds since the first.
-        """
+        """Build a reader of the times of marked events, in milliseconds after the first."""
 
     def position(self) -> object | None:
-        """The position of the current stream in the capture.
-
-        Returns:
-            A value that stays equal as long as nothing is issued; None if the position is unknown.
-        """
+        """The position in the capture: equal as long as nothing is issued; None if it is unknown."""
 
     def synchronize(self) -> None:
         """Block the host until the device has nothing left to do."""

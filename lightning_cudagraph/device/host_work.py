@@ -22,7 +22,6 @@ class HostWork:
 
     Attributes:
         gates: by the id of an optimizer, the gate around its step, if a gradient scaler may skip it.
-        traced: by the id of an optimizer, its steps so far.
     """
 
     def __init__(self) -> None:

@@ -79,11 +79,7 @@ def _with_memory(*values: Any) -> list[Tensor]:
 
 @contextmanager
 def undone(device: _Device, known: Iterable[Tensor]) -> Iterator[None]:
-    """Run the `with` block for real, and put memory and random state back.
-
-    Args:
-        known: tensors that the block may write into without an op, as compiled kernels do.
-    """
+    """Run the `with` block for real, and put memory back, `known` tensors too, and random state."""
     memory = KeptMemory()
     memory.before(known)
     rng_state = device.rng_state()

@@ -11,12 +11,7 @@ from lightning_cudagraph.errors import ConfigurationError
 
 
 def wrong_argument(owner: str, name: str, value: Any, expected: str) -> ConfigurationError:
-    """Return the error for an invalid argument.
-
-    Args:
-        owner: the class or function with this argument.
-        expected: the valid values, in words.
-    """
+    """Return the error for an invalid argument of `owner`, with the valid values in words."""
     is_long = hasattr(value, "__dict__") and not hasattr(value, "__dataclass_fields__")
     shown = type(value).__qualname__ if is_long else value
     return ConfigurationError(f"`{owner}({name}={shown!r})`: expected {expected}.")

@@ -26,11 +26,7 @@ from lightning_cudagraph.tensors.writes import storage_id
 
 
 class GradientHabits:
-    """The effects of a step on the gradients of parameters.
-
-    Args:
-        known: returns the parameters that the step is known to use, by name; called at each use.
-    """
+    """The effects of a step on the gradients of parameters; `known` returns those it is known to use."""
 
     def __init__(self, known: Callable[[], dict[str, nn.Parameter]], device_type: str) -> None:
         self._known = known
@@ -48,11 +44,7 @@ class GradientHabits:
 
     @contextmanager
     def learning(self, lent: Collection[int] = ()) -> Iterator[None]:
-        """Watch one eager step.
-
-        Args:
-            lent: memory of tensors that the step has of its own, such as those of a batch.
-        """
+        """Watch one eager step; `lent` is memory of tensors of its own, such as a batch's."""
         known = self._known()
         before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in known.values()]
         self._alive |= {id(parameter): parameter for parameter in known.values()}

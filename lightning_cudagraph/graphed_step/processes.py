@@ -70,15 +70,7 @@ class StepProcesses:
         self._at_exit = AtExit(ended)
 
     def compare(self, asked: Mapping[str, Any], refused: UnsupportedError | None) -> None:
-        """Compare the processes at the first call.
-
-        Args:
-            refused: the reason why this process cannot have graphs, or None.
-
-        Raises:
-            ConfigurationError: if the arguments of the processes differ.
-            UnsupportedError: if a process cannot have graphs.
-        """
+        """Compare the processes at the first call, and refuse graphs if one cannot have them."""
         words = {f"argument `{name}`": repr(value) for name, value in asked.items()}
         self._peers.compare(words, refused)
 

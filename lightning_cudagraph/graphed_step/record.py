@@ -43,7 +43,6 @@ class Arguments:
 
     Attributes:
         batch: all arguments, by parameter name.
-        positional: number of positional arguments, which come first.
         numbers: integers beside the batch, by name; what captured steps read of them counts.
     """
 
@@ -63,7 +62,6 @@ class StepFunction:
     """The user's function, and the objects that it uses.
 
     Attributes:
-        model: all modules that it uses, as one.
         has_gradients: False if it neither reads nor makes gradients of parameters.
     """
 
@@ -95,9 +93,6 @@ class StepResult:
 
 class StepRecorder:
     """Runs a function so that it can be captured.
-
-    Args:
-        are_agreed: True if the processes of a run vote, or there is one.
 
     Attributes:
         carried: the rebound attributes that graphs carry. None here: a function that rebinds one is
@@ -189,8 +184,6 @@ class StepRecorder:
 
         Args:
             batch: the static arguments.
-            arguments: the arguments of this call.
-            guards: receive the names that the function mentions.
             capturing: True in a capture, False in a rehearsal.
 
         Raises:

@@ -27,14 +27,7 @@ Switches = tuple[tuple[bool, bool, tuple[str, ...]], ...]
 
 
 class StepReplicas(DDPState):
-    """The `DistributedDataParallel`s of a step.
-
-    Args:
-        model: all modules that the step uses, as one.
-
-    Raises:
-        UnsupportedError: if no graph can hold the work of one of them.
-    """
+    """The `DistributedDataParallel`s of a step; those that no graph can hold are refused."""
 
     def __init__(self, model: nn.Module) -> None:
         named = {
@@ -76,11 +69,7 @@ class StepReplicas(DDPState):
         return bool(self.wrappers)
 
     def switches(self) -> Switches:
-        """Return the present switches of all wrappers.
-
-        Raises:
-            ConfigurationError: inside of `join()`, where processes make different numbers of calls.
-        """
+        """Return the present switches of all wrappers; refuse `join()`, where calls are unequal."""
         if any(ddp._join_config.enable for ddp in self.wrappers):
             raise ConfigurationError(
                 "The step is called inside of `DistributedDataParallel.join()`, where some processes"

@@ -122,7 +122,6 @@ class _Call(_ReplayedCall, Step[StepResult]):
 
     Attributes:
         owns_gradients: no code but the step's refers to gradients.
-        returned: the results of an eager run.
     """
 
     recorder: StepRecorder
@@ -177,9 +176,6 @@ class StepRun:
     Args:
         processes: the votes with other processes; None if this process calls the function alone.
         reads: the host values that captured steps read; None if all are part of the signature.
-
-    Raises:
-        UnsupportedError: if a module or an optimizer cannot be captured.
     """
 
     def __init__(
@@ -261,11 +257,7 @@ class StepRun:
             yield f"{more} more {self._wording.signatures} were in warm-up at the end"
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function in the phase of its arguments.
-
-        Raises:
-            UnsupportedError: if the call cannot be captured. Nothing of it has happened then.
-        """
+        """Call the function in the phase of its arguments."""
         arguments = self._recorder.arguments(args, kwargs)
         try:
             kind, graphs = self._specialization(arguments)

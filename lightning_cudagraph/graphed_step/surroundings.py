@@ -60,11 +60,7 @@ class PlainLoop:
 
     @contextmanager
     def noted(self, notes: list[Callable[[], object]]) -> Iterator[None]:
-        """Defer the framework's host work in a step to after-replay work.
-
-        Args:
-            notes: receives the deferred calls; they run after every replay, in this order.
-        """
+        """Defer the framework's host work in a step: `notes` receives the calls for after replays."""
         yield
 
     @contextmanager
@@ -78,11 +74,7 @@ SURROUNDINGS: list[Callable[[list[Any]], PlainLoop | None]] = []
 
 
 def surroundings_of(owners: list[Any]) -> PlainLoop:
-    """Detect the framework around a function.
-
-    Args:
-        owners: the owner of a bound method, the modules, and the optimizers.
-    """
+    """Detect the framework of the owner of a bound method, of modules, or of optimizers."""
     return next((found for known in SURROUNDINGS if (found := known(owners)) is not None), PlainLoop())
 
 

@@ -29,7 +29,6 @@ class Form:
     """The form in which an optimizer class is captured.
 
     Attributes:
-        reads_rate: its step reads the learning rate.
         alpha: its step passes the learning rate as ``alpha`` or ``value``.
         inspected: an unknown class; values that it keeps on the host are guarded.
         lists_on_device: on lists of tensors (foreach), its step only computes with the numbers that it
@@ -99,12 +98,7 @@ def is_of_torch(optimizer: Optimizer) -> bool:
 
 
 def form_of(optimizer: Optimizer) -> Form:
-    """The form in which an optimizer is captured.
-
-    Raises:
-        UnsupportedError: if there is none. Its `in_optimizer` is True if the optimizer can step eagerly
-            after a replay of forward and backward.
-    """
+    """The form in which an optimizer is captured; if there is none, it is refused."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError(
             "The optimizer is a `SparseAdam`, for gradients whose size depends on values.",

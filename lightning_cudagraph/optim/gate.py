@@ -27,10 +27,6 @@ class Gate(OwnDispatchMode):
     Args:
         overflowed: 1 on the device if the step is skipped, else 0; fused kernels read it.
         last_was_skipped: until the end of the step, true on the device if the step before was skipped.
-
-    Attributes:
-        skip: the same as a bool.
-        is_open: True while the step runs under the mode.
     """
 
     def __init__(self, overflowed: Tensor, last_was_skipped: Tensor) -> None:

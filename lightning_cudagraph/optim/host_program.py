@@ -26,11 +26,7 @@ State = Mapping[Hashable, Any]
 
 
 class HostProgram:
-    """A graph of operations on numbers and tensors in host memory, without duplicates.
-
-    Attributes:
-        decided: the outcome of each branch at the capture, by the node of its condition.
-    """
+    """A graph of operations on numbers and tensors in host memory, without duplicates."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
@@ -40,11 +36,7 @@ class HostProgram:
         self.decided: dict[int, bool] = {}
 
     def constant(self, value: Any) -> int:
-        """Add a node with the same value in each run.
-
-        Args:
-            value: a number, or a 0-dim tensor in host memory.
-        """
+        """Add a node with the same value in each run: a number, or a 0-dim tensor in host memory."""
         if isinstance(value, float) and value != value:
             raise CaptureError(
                 "The step of the optimizer computes with NaN, or with a number that C code has made of"
@@ -73,12 +65,7 @@ class HostProgram:
         ]
 
     def operation(self, name: Hashable, do: Callable[..., Any], nodes: tuple[int, ...]) -> int:
-        """Add a node that is computed from others, or return the equal one that exists.
-
-        Args:
-            name: a key for the operation, without its operands.
-            do: the operation. It must not change its operands.
-        """
+        """Add a node computed from others by `do`, which must not change them, or return its equal."""
         return self._add((name, nodes), do, nodes, do)
 
     def _add(
@@ -112,11 +99,7 @@ class HostProgram:
         return self.decided.setdefault(node, bool(self._values[node]))
 
     def run(self, state: State = MappingProxyType({})) -> list[Any]:
-        """Compute the values of all nodes.
-
-        Args:
-            state: values of sources; the others are read.
-        """
+        """Compute the values of all nodes; sources that are not in `state` are read."""
         values = self._values.copy()
         for node, do, nodes in self._operations:
             name = self._sources.get(node)

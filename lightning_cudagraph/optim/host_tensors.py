@@ -31,9 +31,7 @@ class Alike:
     """0-dim tensors that have had the same value so far.
 
     Attributes:
-        name: their name in the optimizer state.
         together: one tensor over the memory of all of them.
-        members: the single tensors.
         data: the memory of `together`, byte by byte.
     """
 
@@ -76,9 +74,6 @@ class HostTensors:
 
     Args:
         lists_on_device: the step reads no state on the host if it works on lists of tensors.
-
-    Attributes:
-        alike: the groups of equal tensors, since `gather`.
     """
 
     def __init__(self, optimizer: Optimizer, lists_on_device: bool) -> None:

@@ -45,11 +45,7 @@ from lightning_cudagraph.tensors.local import address_of
 
 
 class EagerOptimizer:
-    """An unchanged optimizer, which steps eagerly after the replay.
-
-    Attributes:
-        outcomes: its replayed steps with an outcome that the host does not know yet.
-    """
+    """An unchanged optimizer, which steps eagerly after the replay."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -135,9 +131,6 @@ class PreparedOptimizer(EagerOptimizer):
         optimizer: the optimizer; between steps its param groups have the user's values.
         on_load: called with a reason after `optimizer.load_state_dict`, which replaces the tensors that
             a graph reads.
-
-    Raises:
-        UnsupportedError: if this optimizer cannot be captured.
     """
 
     def __init__(

@@ -47,7 +47,6 @@ class _ReplayedStep:
     """A replayed step.
 
     Attributes:
-        was_skipped: its outcome.
         ends: the state that it ends in if it is done: one, or for both outcomes (done, skipped) of the
             step before.
     """
@@ -58,9 +57,6 @@ class _ReplayedStep:
 
 class Outcomes:
     """The steps of one optimizer with an outcome that the host does not know yet: two at most.
-
-    Args:
-        write: writes a state to host memory.
 
     Attributes:
         waited_s: the host's wait for outcomes so far, in seconds.

@@ -37,9 +37,6 @@ class PreparedScaler:
     Attributes:
         skipped_steps: number of steps skipped for an overflow, on the device.
         last_was_skipped: by the id of an optimizer, true on the device if its last step was skipped.
-
-    Raises:
-        CUDAGraphError: if torch lacks a private name that this needs.
     """
 
     def __init__(

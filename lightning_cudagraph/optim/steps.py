@@ -54,9 +54,6 @@ class OptimizerSteps:
 
     Args:
         on_load: called with a reason after a state was loaded into one of them.
-
-    Raises:
-        UnsupportedError: if one of them cannot be captured.
     """
 
     def __init__(
@@ -168,9 +165,6 @@ class OptimizerSteps:
     @contextmanager
     def running(self, capturing: bool) -> Iterator[None]:
         """Prepare the optimizers for the enclosed user function that steps them.
-
-        Args:
-            capturing: a capture is under way; False for an eager step.
 
         Raises:
             CaptureError: in a capture, if the function changes a learning rate, an option, or a value
@@ -288,12 +282,7 @@ def _unpatched(optimizer: Optimizer) -> UnsupportedError:
 def _steps_like_a_graph(
     prepared: PreparedOptimizer, capturing: bool, stepping: set[int], in_compiled_code: list[Optimizer]
 ) -> Iterator[None]:
-    """Patch `step` of an optimizer to run in a form that can be captured.
-
-    Args:
-        stepping: has the optimizer's id while its step runs.
-        in_compiled_code: gets the optimizer if compiled code calls its step.
-    """
+    """Patch `step` of an optimizer to run in a form that can be captured."""
     optimizer = prepared.optimizer
     own: Any = optimizer.step
 

@@ -88,11 +88,7 @@ class Stage:
 
 
 class TracedStep(OwnFunctionMode):
-    """Function mode that records the host computations of an optimizer's steps in one capture.
-
-    Attributes:
-        is_under_way: True in the optimizer's own code, False in user code (a closure) inside it.
-    """
+    """Function mode that records the host computations of an optimizer's steps in one capture."""
 
     def __init__(
         self,
@@ -140,11 +136,7 @@ class TracedStep(OwnFunctionMode):
         return gate
 
     def option(self, name: tuple[object, ...], read: Callable[[], float]) -> HostScalar:
-        """A traced option of the optimizer, for the step to find.
-
-        Args:
-            read: reads its value, in this step and in each replay.
-        """
+        """A traced option of the optimizer, for the step to find; `read` gives its value."""
         return self.program.scalar(self.program.source(("option", *name), read, read()))
 
     def __torch_function__(

@@ -16,11 +16,7 @@ def uncaught_error() -> BaseException | None:
 
 
 class AtExit:
-    """A function that is called at the exit of Python, in this process and not in forks of it.
-
-    Args:
-        act: called with the error that has ended the program, or None.
-    """
+    """A function that is called at the exit of Python, in this process and not in forks of it."""
 
     def __init__(self, act: Callable[[BaseException | None], object]) -> None:
         self._act = act

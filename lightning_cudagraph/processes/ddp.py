@@ -33,11 +33,7 @@ _SORTED_AFTER = 2
 
 
 class DDPState:
-    """The state of wrappers on the host, which an eager step changes and a replay does not.
-
-    Args:
-        check: refuses wrappers that no graph can hold any more.
-    """
+    """The state of wrappers on the host, which an eager step changes and a replay does not."""
 
     def __init__(self, wrappers: Iterable[DistributedDataParallel], check: Callable[[], None]) -> None:
         self.wrappers = [*wrappers]
@@ -72,11 +68,7 @@ class DDPState:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo the changes of a step.
-
-        Raises:
-            UnsupportedError: if a wrapper cannot be captured any more.
-        """
+        """Undo the changes of a step; refuse a wrapper that cannot be captured any more."""
         if self.wrappers:
             self._check()  # hooks may have been added since
         before = self.left()
@@ -122,10 +114,6 @@ def check_wrapper(
         what: its name in messages.
         by_strategy: True if a strategy of Lightning's has made it.
         known_hooks: number of its communication hooks, from the first, that were checked before.
-
-    Raises:
-        UnsupportedError: naming the setting, hook or process group.
-        CUDAGraphError: if private names of torch are missing.
     """
     require(REPLICAS)
     device = next(ddp.parameters()).device

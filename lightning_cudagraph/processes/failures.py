@@ -52,7 +52,6 @@ class Failures:
     """The failures of other processes, and the report of this one's.
 
     Attributes:
-        page: the shared page of all processes, if there is one.
         has_ended: True if a process has ended without an error.
     """
 
@@ -94,31 +93,19 @@ class Failures:
             self._aborting.join(_ABORT_TIMEOUT_S)
 
     def nap(self, seconds: float) -> None:
-        """Sleep, and look for failures now and then.
-
-        Raises:
-            PeerError: if another process has failed.
-        """
+        """Sleep, and look for failures now and then."""
         self._closed.wait(seconds)
         self.look_now_and_then()
 
     def look_now_and_then(self) -> None:
-        """Look for failures, at most once a second; cheap to call often.
-
-        Raises:
-            PeerError: if another process has failed.
-        """
+        """Look for failures, at most once a second; cheap to call often."""
         now_s = monotonic()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             self.look()
 
     def look(self) -> None:
-        """Look for failures in the store and on the page.
-
-        Raises:
-            PeerError: if another process has failed.
-        """
+        """Raise a `PeerError` for a failure of another process, in the store or on the page."""
         self._read()
         if self._failed is not None and self._failed != self._own:
             raise self.error("")
@@ -126,11 +113,7 @@ class Failures:
             raise self.alone(f"{text}, and rank {self._rank} ends with it.")
 
     def error(self, otherwise: str) -> PeerError:
-        """Make the error for a process that does not come.
-
-        Args:
-            otherwise: the reason to name if the process has left none.
-        """
+        """Make the error for a process that does not come; `otherwise` if it has left no reason."""
         self._note_error()
         deadline_s = monotonic() + _READ_TIMEOUT_S
         with contextlib.suppress(RuntimeError):
@@ -164,12 +147,7 @@ class Failures:
             self._let_others_read()
 
     def tell(self, error: BaseException, leave: Callable[[], None]) -> None:
-        """Report that this process ends with an error, and abort waits for the others.
-
-        Args:
-            error: the error.
-            leave: called after the report.
-        """
+        """Report that this process ends with an error, call `leave`, and abort waits for the others."""
         self._note_error()
         with contextlib.suppress(RuntimeError):  # the store may have ended
             if not self._closed.is_set():
@@ -303,11 +281,6 @@ def _abort() -> None:
 
 
 def throw(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Raise an exception in a thread, as soon as that is back from C.
-
-    Args:
-        thread: a thread that is alive.
-        error: a class that is called without arguments.
-    """
+    """Raise an error in a living thread, as soon as that is back from C."""
     ident, kind = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, kind)

@@ -57,8 +57,6 @@ class Vote(NamedTuple):
 
     Attributes:
         intent: its plan for the batch, an `Intent`.
-        sigterm: 1 after a SIGTERM.
-        is_last: 1 if the batch is the last one of its epoch.
         place: the position of the process in the run.
     """
 
@@ -78,11 +76,7 @@ class Vote(NamedTuple):
 
 
 def own_store(name: str) -> Any:
-    """A part of the process group's store, for one use.
-
-    Args:
-        name: unique for the use, and the same in all processes.
-    """
+    """A part of the process group's store, for one use, which the name tells from all others."""
     store: Any = distributed_c10d._get_default_store()
     return distributed_c10d.PrefixStore(f"lightning_cudagraph/{name}", store)
 
@@ -99,7 +93,6 @@ class Peers:
     """The processes of one run. Each process makes one, and calls the same methods in the same order.
 
     Attributes:
-        number: index of the run in its process, from 1.
         waited_s: total time that this process has waited in votes, in seconds.
     """
 
@@ -163,9 +156,6 @@ class Peers:
 
         Returns:
             The lowest and the highest value of each field.
-
-        Raises:
-            PeerError: if another process has failed, or does not come.
         """
         self._since_s = monotonic()
         votes = self._vote_over_sockets(mine) if self._page is None else self._vote_on_page(mine)
@@ -231,9 +221,6 @@ class Peers:
 
         Returns:
             True if this process ends here, as all do. The first decision holds for all.
-
-        Raises:
-            PeerError: if another process has failed.
         """
         if not self._is_store_gone:
             try:
@@ -267,14 +254,7 @@ class Peers:
         return self.gather_within(mine, None)
 
     def gather_within(self, mine: T, timeout_s: float | None = _START_TIMEOUT_S) -> list[T]:
-        """Gather an object of each process, by rank.
-
-        Args:
-            mine: the object of this process; small, can be pickled.
-
-        Raises:
-            PeerError: if another process has failed, or does not come.
-        """
+        """Gather a small object of each process, by rank; it can be pickled."""
         self._gathered += 1
         keys = [f"{self._gathered}/{rank}" for rank in range(self.size)]
         with self._store_errors():
@@ -323,11 +303,7 @@ class Peers:
             raise self._failures.error(f"the store is gone ({error})") from error
 
     def _refuse_exited(self, keys: list[str]) -> None:
-        """Refuse to wait for a process that has ended.
-
-        Raises:
-            PeerError: naming the process.
-        """
+        """Refuse to wait for a process that has ended."""
         exited = own_store(_EXITED)
         for rank, key in enumerate(keys):
             if exited.check([str(rank)]) and not self._store.check([key]):
@@ -337,15 +313,7 @@ class Peers:
                 )
 
     def compare(self, asked: Mapping[str, str], refused: UnsupportedError | None = None) -> None:
-        """Compare the settings of all processes at the start.
-
-        Args:
-            refused: the reason why this process would run without graphs, if there is one.
-
-        Raises:
-            ConfigurationError: if the settings differ.
-            UnsupportedError: if any process would run without graphs.
-        """
+        """Compare the settings of all processes at the start, and refuse graphs if one has none."""
         refusal = None if refused is None else (refused.reason, refused.remedy)
         said = self.gather_within((asked, refusal))
         first, _ = said[0]

@@ -69,12 +69,7 @@ def _is_reducing(group: Any) -> bool:
 
 
 def check_shards(model: nn.Module) -> None:
-    """Refuse host memory for weights, and custom Python that gathers weights or reduces gradients.
-
-    Raises:
-        UnsupportedError: naming the module or setting.
-        CUDAGraphError: if private names of torch are missing.
-    """
+    """Refuse host memory for weights, and custom Python that gathers weights or reduces gradients."""
     if modules := sharded_modules(model):
         require(SHARDS)
     for module in modules:
@@ -154,11 +149,7 @@ class Shards:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo the changes of a step on the host, after an error too.
-
-        Raises:
-            CaptureError: if the step changes a setting, which no replay would do.
-        """
+        """Undo the changes of a step on the host, after an error too; refuse changes of settings."""
         parts = [_Remembered(part) for part in self._parts()]
         before = self.described()
         try:

@@ -44,11 +44,7 @@ def machine() -> str:
 
 
 class SharedPage:
-    """The shared page of one process.
-
-    Raises:
-        OSError: if the file is missing, or cannot be locked.
-    """
+    """The shared page of one process; an `OSError` if there is no file, or no lock on it."""
 
     def __init__(self, path: str, rank: int, size: int) -> None:
         import fcntl  # missing on systems that have no `/dev/shm` either
@@ -67,11 +63,7 @@ class SharedPage:
 
     @staticmethod
     def create(size: int) -> str:
-        """Create the file; returns its path.
-
-        Raises:
-            OSError: if there is no shared memory.
-        """
+        """Create the file in shared memory; returns its path."""
         handle, path = tempfile.mkstemp(prefix="cudagraph-", dir=_SHARED_MEMORY)
         with os.fdopen(handle, "wb") as file:
             file.write(b"\0" * _n_bytes(size))

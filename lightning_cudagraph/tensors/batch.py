@@ -171,11 +171,7 @@ def comparable(value: Any) -> Any:
 
 
 def refuse_hidden_tensors(tree: Any, what: str) -> None:
-    """Refuse a tree with tensors that the walk misses, in attributes of leaves or containers.
-
-    Raises:
-        BatchError: naming the path and the type of the object.
-    """
+    """Refuse a tree with tensors that the walk misses, in attributes of leaves or containers."""
 
     def walk(value: Any, path: str) -> None:
         children = members_of(value, path)

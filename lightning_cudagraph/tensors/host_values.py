@@ -96,12 +96,7 @@ class HostValue:
 
 @dataclass(frozen=True)
 class HostRead:
-    """A read of a host value by a step: of the value, or of a number computed from it.
-
-    Attributes:
-        text: the path, or the computation.
-        compute: computes it from the value.
-    """
+    """A read of a host value by a step: of the value, or of a number computed from it."""
 
     path: str
     text: str
@@ -268,7 +263,6 @@ class HostReads:
 
     Attributes:
         kinds: the types that count as read: a capture failed without the values themselves.
-        why: its error.
         version: changes with what counts.
         captures: those of any run that are under way; a value that is kept beyond them is only a value.
         returned: where in its output the step returns the value that is read; empty for other reads.
@@ -368,11 +362,7 @@ class HostReads:
         has_many: Callable[[HostRead], bool],
         refuse: Callable[[HostRead], None],
     ) -> HostValue:
-        """A `HostValue` for an integer beside the batch, which is another in each.
-
-        Args:
-            has_many: returns True for a read that comes to too many values.
-        """
+        """A `HostValue` for an integer that is another in each batch; `has_many` rates its reads."""
 
         def note(read: HostRead) -> None:
             if has_many(self._limited(read)):

@@ -53,10 +53,7 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
 class Layouts:
     """A guard on addresses, classes, shapes, strides, dtypes and `requires_grad` of tensors.
 
-    The offset in the storage is part of the address.
-
-    Args:
-        tensors: the tensors. Of a `DTensor`, the local part is compared too.
+    The offset in the storage is part of the address. Of a `DTensor`, the local part is compared too.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -70,11 +67,7 @@ class Layouts:
         return [*tensors, *map(local, tensors)] if self._are_split else tensors
 
     def changed(self, tensors: Sequence[Tensor | None]) -> bool:
-        """True if a tensor has another address or layout.
-
-        Args:
-            tensors: the present tensors, as many as before.
-        """
+        """True if a tensor has another address or layout."""
         now = self._with_parts(tensors)
         if self._check is None or not self._check(*now):
             if [*map(_layout, now)] != self._layouts:

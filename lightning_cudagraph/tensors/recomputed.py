@@ -22,11 +22,7 @@ from lightning_cudagraph.compat.attributes import bound
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A recomputed attribute in a captured step.
-
-    Attributes:
-        attributes: the `__dict__` of the module.
-    """
+    """A recomputed attribute in a captured step."""
 
     attributes: dict[str, Any]
     name: str
@@ -61,11 +57,7 @@ def detach_recomputed(model: nn.Module) -> None:
 
 
 class RecomputedStep(list[Recomputed]):
-    """The recomputed attributes of one step.
-
-    Args:
-        before: the attributes before the step: `__dict__` of the module, name, value.
-    """
+    """The recomputed attributes of one step."""
 
     def __init__(self, before: list[tuple[dict[str, Any], str, Any]]) -> None:
         super().__init__()

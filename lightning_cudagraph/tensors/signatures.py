@@ -78,11 +78,7 @@ class Signatures:
         return f"{more}: {wording.of(latest.difference(signature))}"
 
     def begin(self, signature: Signature) -> str:
-        """Note that a signature begins its warm-up.
-
-        Returns:
-            Why nothing is captured, if it comes after many others and none has a graph; or nothing.
-        """
+        """Note that a signature begins its warm-up; return why nothing is captured, or nothing."""
         if self._captured or signature in self._before:
             return ""
         if len(self._before) < _MANY:

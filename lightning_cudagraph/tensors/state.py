@@ -28,7 +28,6 @@ class _Binding:
 
     Attributes:
         namespace: the `__dict__` of the object.
-        label: its name in messages.
         place: the static tensor that a graph reads and writes.
         rebound: True if the step binds another tensor, so that an eager step does not write this one.
     """
@@ -162,11 +161,7 @@ class StaticState:
             self._references = [*map(sys.getrefcount, self._rebound)]
 
     def write_back(self) -> None:
-        """Copy the values of a captured step into the places at its end, and bind these again.
-
-        Raises:
-            CaptureError: if a value has another shape or dtype than its place.
-        """
+        """Copy the values of a captured step into the places at its end, and bind these again."""
         moved = [slot for slot in self._slots.values() if not _is_bound(slot)]
         for slot in moved:
             if not slot.fits():

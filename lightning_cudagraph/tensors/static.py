@@ -61,11 +61,7 @@ class _Pattern:
         return (kind, comparable(value))
 
     def leaves(self, batch: Any, device_type: str) -> tuple[list[Tensor], list[Any]] | None:
-        """The tensors and the host values of a batch, each in order; None if the pattern is another.
-
-        Args:
-            device_type: the type of device that its tensors must be on.
-        """
+        """Tensors, all on this type of device, and host values of a batch; None if it is another."""
         found: list[Tensor] = []
         values: list[Any] = []
         if not (self._known and _matches(self._root, batch, device_type, found, values)):
@@ -178,9 +174,6 @@ class Loan:
 
     Args:
         value: returns what the step gets for a leaf that is no tensor.
-
-    Attributes:
-        batch: copies of the containers, around aliases of the static buffers.
     """
 
     def __init__(self, batch: Any, value: Callable[[Any], Any]) -> None:
@@ -260,9 +253,6 @@ class StaticBatch:
     Args:
         example: a batch of the signature; its values are copied.
         reads: the host values that captured steps read; None if all are part of the signature.
-
-    Attributes:
-        batch: the static buffers and host values, in the same containers as in `example`.
     """
 
     def __init__(self, example: Any, reads: HostReads | None = None) -> None:

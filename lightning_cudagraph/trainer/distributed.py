@@ -72,9 +72,6 @@ def wrapped_on_side_stream(strategy: Strategy, backend: Backend, patches: ExitSt
 
     The wrapper keeps autograd's accumulation nodes, which stay on the stream on which they were made. In
     a capture on another stream, each of them would fork the graph.
-
-    Args:
-        strategy: the strategy of a `fit`, before its setup.
     """
     is_lightnings = getattr(strategy._setup_model, "__func__", None) is DDPStrategy._setup_model
     if not (isinstance(strategy, DDPStrategy) and is_lightnings):
@@ -143,15 +140,7 @@ class Distributed:
         return None if peers is None else SharedRun(f"graphs/{peers.number}", lambda: peers.waited_s)
 
     def compare(self, arguments: Mapping[str, Any], refused: UnsupportedError | None = None) -> None:
-        """Compare the processes at the start of training.
-
-        Args:
-            refused: the reason why this process cannot have graphs, or None.
-
-        Raises:
-            ConfigurationError: if the arguments of the processes differ.
-            UnsupportedError: if a process cannot have graphs.
-        """
+        """Compare the processes at the start of training."""
         if self._peers is None:
             return
         asked = {f"argument `{name}`": repr(value) for name, value in arguments.items()}
@@ -178,12 +167,7 @@ class Distributed:
         self._peers.fail(error)
 
     def pause(self) -> None:
-        """End the run after a batch of an evaluation, if all processes have a SIGTERM; without a vote.
-
-        Raises:
-            PeerError: if another process has failed.
-            SIGTERMException: if the run ends and this batch is the last one.
-        """
+        """End the run after a batch of an evaluation if all processes have a SIGTERM; without a vote."""
         if self._peers is None or not self._votes:
             return
         loop = self._trainer.fit_loop.epoch_loop
@@ -197,27 +181,15 @@ class Distributed:
                 raise SIGTERMException  # Lightning raises it after other batches
 
     def end_epoch(self) -> None:
-        """Vote at the end of an epoch: the last chance to do so in a run.
-
-        Raises:
-            PeerError: if another process has failed.
-        """
+        """Vote at the end of an epoch: the last chance to do so in a run."""
         self._vote_at(_EPOCH_END)
 
     def begin_validation(self) -> None:
-        """Vote before a validation, which may launch its own collectives.
-
-        Raises:
-            PeerError: if another process has failed, or does not come.
-        """
+        """Vote before a validation, which may launch its own collectives."""
         self._vote_at(_VALIDATION)
 
     def vote(self, intent: Intent) -> tuple[Intent, Intent]:
-        """Vote on the plan for a batch; see `Agreement`.
-
-        Raises:
-            PeerError: if another process has failed, does not come, or is elsewhere in the run.
-        """
+        """Vote on the plan for a batch; see `Agreement`."""
         return self._vote_at(_STEP, intent)
 
     def gather(self, mine: T) -> list[T]:

@@ -60,12 +60,7 @@ _NO_INFERENCE_MODE = {
 
 @dataclass
 class _Outputs:
-    """The static outputs of a captured evaluation step.
-
-    Attributes:
-        logs: the values that it logged.
-        recomputed: module attributes that torch's own hooks rebind in each step.
-    """
+    """The static outputs of a captured evaluation step."""
 
     returned: Any
     logs: LoggedStep
@@ -77,9 +72,7 @@ class _EvaluationStep(Step[_Outputs]):
     """The step of one batch.
 
     Attributes:
-        indices: the indices of the batch and of its dataloader.
         others: functions that give another result in a capture.
-        returned: the results of an eager run.
     """
 
     evaluation: GraphedEvaluation
@@ -113,11 +106,7 @@ class _EvaluationStep(Step[_Outputs]):
 
 
 class GraphedEvaluation:
-    """The captured evaluations of one run.
-
-    Raises:
-        UnsupportedError: if steps of this configuration cannot be captured.
-    """
+    """The captured evaluations of one run; steps that cannot be captured are refused."""
 
     def __init__(
         self,
@@ -214,14 +203,7 @@ class GraphedEvaluation:
             step.returned.append(self._eager_step(step.batch, *step.indices))
 
     def _record(self, step: _EvaluationStep, batch: Any, capturing: bool) -> _Outputs:
-        """Run a step on the static batch.
-
-        Args:
-            capturing: True in a capture, False in a rehearsal.
-
-        Raises:
-            CaptureError: if the step has an effect on the host that a replay would not have.
-        """
+        """Run a step on the static batch: in a capture, or else in a rehearsal."""
         assert self._eager_step is not None
         run, trainer, signature, indices = self._run, self._trainer, step.signature, step.indices
         called = (trainer.strategy, trainer.precision_plugin)

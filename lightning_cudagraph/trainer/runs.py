@@ -22,11 +22,7 @@ from lightning_cudagraph.trainer.training.loop import GraphedTraining
 
 
 class CapturedRuns:
-    """The objects of a callback that are bound to a trainer. All are released by `close`.
-
-    Attributes:
-        not_evaluated: the reason why evaluations have no graphs.
-    """
+    """The objects of a callback that are bound to a trainer. All are released by `close`."""
 
     def __init__(self) -> None:
         self.training: GraphedTraining | ManualTraining | None = None
@@ -66,14 +62,7 @@ class CapturedRuns:
         settings: Settings,
         asked: Mapping[str, Any],
     ) -> GraphedTraining | ManualTraining:
-        """Begin the captured training of a `fit`, if all its processes can have the same.
-
-        Args:
-            asked: the arguments of the callback, which the processes compare.
-
-        Raises:
-            UnsupportedError: if a process cannot have graphs.
-        """
+        """Begin the captured training of a `fit`, if all its processes can have the same."""
         processes = self.processes
         assert processes is not None
         training: GraphedTraining | ManualTraining | None = None
@@ -120,11 +109,7 @@ class CapturedRuns:
         settings: Settings,
         stage: Stage,
     ) -> None:
-        """Make the captured evaluation, if there is none.
-
-        Raises:
-            UnsupportedError: if it cannot have graphs.
-        """
+        """Make the captured evaluation, if there is none."""
         if self.evaluation is None:
             found = self.backend(trainer, backend)
             self.evaluation = GraphedEvaluation(trainer, module, found, settings, stage)

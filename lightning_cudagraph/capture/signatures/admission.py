@@ -170,11 +170,7 @@ class Admission(Generic[T]):
         return notes
 
     def refuse(self, signature: Signature, error: UnsupportedError, change: str = "") -> None:
-        """Run all later batches of this signature eagerly; others keep their graphs.
-
-        Args:
-            change: why the graph that it had is invalid, if it had one.
-        """
+        """Run all later batches of this signature eagerly; others keep their graphs."""
         self._graphs.discard(signature)
         wording, reason = self._run.wording, self._run.wording.of(error.reason)
         candidate = self._candidates.setdefault(signature, _Candidate())

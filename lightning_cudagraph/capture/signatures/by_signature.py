@@ -55,7 +55,6 @@ class GraphsBySignature(Generic[T]):
 
     Args:
         signatures: the signatures that have graphs, in all engines of the run.
-        reads: those of several engines; None for reads of this one alone.
 
     Attributes:
         reads: what the captured steps read of host values.
@@ -82,11 +81,7 @@ class GraphsBySignature(Generic[T]):
         return signature in self._graphs
 
     def signature_of(self, step: Replay[T]) -> Signature:
-        """Describe the batch of a step, and all else that its graph is specialised on.
-
-        Raises:
-            BatchError: if no graph can take the batch.
-        """
+        """Describe the batch of a step, and all else that its graph is specialised on."""
         return Signature(step.batch, self._device, step.specialization, self.reads, step.numbers)
 
     def get(self, signature: Signature, accumulation: AccumulationPhase) -> CapturedStep[T] | None:

@@ -31,11 +31,7 @@ class _WarmUp:
 
 
 class WarmUps:
-    """The warm-ups of an engine, of eager steps on the side stream.
-
-    Args:
-        steps: the length of the first signature's.
-    """
+    """The warm-ups of an engine, of eager steps on the side stream; the first has `steps` steps."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

@@ -45,12 +45,7 @@ _OF_OPTIMIZER = "the optimizer"
 def optimizer_roots(
     optimizers: Iterable[Optimizer], with_options: bool, by_name: bool = False
 ) -> Iterator[Root]:
-    """Roots for what a step may change of optimizers: attributes, groups, and values in their state.
-
-    Args:
-        with_options: with the options of the class, such as the learning rate.
-        by_name: with what the step can have read, by the names that it mentions.
-    """
+    """Roots for what a step may change of optimizers: attributes, groups, and values in their state."""
     for optimizer in optimizers:
         of = f"{_OF_OPTIMIZER} `{type(optimizer).__qualname__}`"
         left_out = frozenset({"state", "param_groups", PRIVATE})
@@ -151,11 +146,7 @@ class Effects:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo the effects of the enclosed eager step, which repeats a replay for a check.
-
-        Raises:
-            StaleGraphError: if the step has an effect that it did not have in warm-up.
-        """
+        """Undo the effects of the enclosed eager step, which repeats a replay for a check."""
         walk = self._walk(self._mentioned)
         found: list[Moved] = []
         try:
@@ -209,11 +200,7 @@ def _use_noted(walk: Walk, used: dict[int, Any]) -> Callable[[Any], None]:
 
 @contextmanager
 def _code_noted(mentioned: MentionedNames, use_noted: Callable[[Any], None]) -> Iterator[None]:
-    """Add the user code that runs in this thread, and the names in it, to `mentioned`.
-
-    Args:
-        use_noted: called with each C function that is called.
-    """
+    """Add user code that runs in this thread, and its names, to `mentioned`; report calls of C code."""
     if sys.getprofile() is not None:  # the user's own profiler
         yield
         return

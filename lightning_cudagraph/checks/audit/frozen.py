@@ -77,10 +77,8 @@ class StepAudit:
         device: the device of the step; the graph itself handles the generator of a GPU.
 
     Attributes:
-        mentioned: names that the step mentions, complete when the audit ends.
         state: the objects that the step can change, as they were before it.
         calls: the hook that watches calls of the step.
-        after_backward: the backward pass has ended.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, rules: HostRules) -> None:
@@ -107,11 +105,7 @@ class StepAudit:
         backward_ended()
 
     def check(self) -> None:
-        """Refuse the step if it has had an effect so far.
-
-        Raises:
-            CaptureError: naming the effect, with the user's line.
-        """
+        """Refuse the step if it has had an effect so far, with the user's line."""
         if self._noted.first is not None:  # user code may have caught it
             self._refuse(self._noted.first)
         for change in self.state.changes():
@@ -174,7 +168,6 @@ def frozen_python_audit(
 
     Args:
         trainer: the trainer or None; its own switches and numbers are watched, and no object below it.
-        device: the device of the step; the graph itself handles the generator of a GPU.
         others: the user's objects that the step gets, by name; watched with all that they hold.
 
     Yields:

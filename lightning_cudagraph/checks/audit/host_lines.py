@@ -38,11 +38,7 @@ _NOWHERE = 3
 
 
 def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
-    """The first line that sets the changed attribute, changes an item of it, or mentions it.
-
-    Args:
-        codes: user code that has run, in the order of its first runs.
-    """
+    """The first line that sets the changed attribute, changes an item of it, or mentions it."""
     codes = _own([*codes])
     keys = _keys_in(change)
     lines = (first_line(name, change.draws, codes, keys) for name in _names_of(change))
@@ -80,7 +76,6 @@ def first_line(
 
     Args:
         draws: it names a random generator, which is drawn from and not set.
-        codes: user code that has run, in the order of its first runs.
         keys: texts by which an item of it is found. Lines that write others behind the name are left
             out.
     """
@@ -132,7 +127,6 @@ def line_that_changes(paths: Iterable[str], codes: Sequence[CodeType]) -> Locati
 
     Args:
         paths: such as `batch['x']`. Keys are found where they are written out in the code.
-        codes: user code that has run, in the order of its first runs.
     """
     named = (reversed(re.findall(r"\[(.*?)\]|\.(\w+)", path)) for path in paths)
     for item, attribute in chain.from_iterable(named):

@@ -26,7 +26,6 @@ class MentionedNames:
     """Names that the code of a step mentions.
 
     Attributes:
-        names: names of attributes and globals.
         users: those of `names` that user code mentions.
         texts: string constants of user code that can name an attribute, by file.
         finds_by_text: files with code that finds attributes by a string.

@@ -36,11 +36,7 @@ def _is_patch(function: Any) -> bool:
 
 
 class Classes:
-    """The classes of some objects, with the functions in all of their bases, to compare later.
-
-    Args:
-        owners: those that may also have functions of their own instead of their class's.
-    """
+    """The classes of some objects, with the functions in all of their bases, to compare later."""
 
     def __init__(self, objects: Iterable[object], owners: Iterable[object] = ()) -> None:
         self._owners = [*owners]

@@ -250,12 +250,7 @@ class Guards:
     def _roots_of_modules(
         self, model: nn.Module, before: str, reads: Callable[[nn.Module], frozenset[str]]
     ) -> Iterator[Root]:
-        """Roots for all modules of a model, its parameters and its buffers.
-
-        Args:
-            before: the prefix of their names.
-            reads: as returned by `readable`.
-        """
+        """Roots for all modules of a model, its parameters and its buffers."""
         unguarded = self._unguarded
         names = unguarded.names - TABLES
         for name, module in model.named_modules(prefix=before):

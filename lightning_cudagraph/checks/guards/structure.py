@@ -178,12 +178,7 @@ def _hooks_of_all() -> dict[str, Any]:
 def described(
     models: dict[str, nn.Module], loose: Mapping[str, nn.Parameter] | None = None
 ) -> dict[str, Any]:
-    """The values that `Structure` compares, labelled for the user.
-
-    Args:
-        models: the models by the prefix of their parts' names.
-        loose: parameters that belong to none of the models, by label.
-    """
+    """The values that `Structure` compares, labelled for the user."""
     state: dict[str, Any] = {}
     for name, parameter in (loose or {}).items():
         state |= _described(f"the {name}", parameter)

@@ -48,12 +48,7 @@ def _chunks(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 
 
 def names_that_differ(one: _Values, other: _Values) -> list[str]:
-    """The names of the tensors that differ in any bit, in the order of `one`.
-
-    Args:
-        one: values by name, on the device.
-        other: the same names; on the device or on the host.
-    """
+    """The names that differ in any bit, in the order of `one`; `other` may be in host memory."""
     differing: set[str] = set()
     several: list[_Pair] = []
     alone: list[_Pair] = []
@@ -99,12 +94,7 @@ def size(tensor: Tensor) -> float:
 
 
 def rounding(expected: Tensor, before: Tensor | None = None) -> float:
-    """The largest difference that another kernel or algorithm can explain.
-
-    Args:
-        expected: the value after an eager step.
-        before: the value before the step, if the step changes it in place.
-    """
+    """The largest difference that another kernel or algorithm can explain."""
     if not (expected.is_floating_point() or expected.is_complex()) or not expected.numel():
         return 0.0
     epsilon = torch.finfo(expected.dtype).eps
@@ -184,7 +174,6 @@ def verification_error(
 
     Args:
         differing: the names that differ, in the order of the step; none if only random state does.
-        found: values after a replay.
         outputs: names of the values that are not state.
     """
     cause = _cause(differing, outputs, expected)

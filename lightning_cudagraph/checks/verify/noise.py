@@ -24,10 +24,7 @@ class ComparedReplays:
     """Replays of a step from one state, compared with an eager step from it.
 
     Attributes:
-        before: the state before the step.
-        expected: values after the eager step.
         outputs: names of the values that the step returned and logged.
-        first: values after the first replay.
         spread: the largest distance between replays, of each value that differed between any.
     """
 

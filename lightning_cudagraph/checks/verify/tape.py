@@ -49,8 +49,6 @@ class TapeDifference:
     """An op that differs from the recorded one.
 
     Attributes:
-        was: the recorded op, in words.
-        now: the present op, in words.
         where: the user's line that called it.
         is_value: the op is the same, with other numbers or shapes.
     """
@@ -85,11 +83,7 @@ class OpTape:
         return next(with_line, next(iter(self._differences), None))
 
     def compared(self, named: Mapping[str, Tensor]) -> OwnDispatchMode:
-        """Dispatch mode around the step, which records the first time and compares later.
-
-        Args:
-            named: tensors that outlive the step, by name.
-        """
+        """Dispatch mode around the step, which records the first time and compares later."""
         self._differences.clear()
         return _TapeMode(self, named)
 

@@ -69,10 +69,8 @@ class _History:
     """The checks of one graph so far.
 
     Attributes:
-        captured_rates: the learning rates at the capture.
         compilations: torch.compile's compilations before the first check. Code that was compiled since
             (for another size, say) may run in an eager step now, and differ in the last places.
-        checks: their number.
         had_other_rates: one check had other learning rates than the capture.
         rounds_differently: the first check found differences in the last places.
         pauses: the run's pauses before the last check.
@@ -105,13 +103,9 @@ class Verifier:
     Attributes:
         replays: number of first replays of a graph that are checked. The first replay has the batch of
             the capture, so a single check is that of the second one.
-        every_n_steps: check one replay in this many beyond those; None for none.
         rates: the present learning rates. The first replay with other rates than the capture's gets one
             more check, unless a check had other rates already.
         agreement: vote with the other processes of the run, which check the same replays.
-        budget: share of the run's time for the checks after the first ones.
-        checked: number of replays that were checked.
-        notes: remarks on the checks for the report.
     """
 
     backend: Backend
@@ -138,7 +132,6 @@ class Verifier:
         """True if a replay must be checked. To be called for each replay of a graph.
 
         Args:
-            graph: the graph, as a key.
             is_unproved: it is the first replay of one of several capture instances, which may come later
                 than the first replays.
         """
@@ -181,7 +174,6 @@ class Verifier:
         Without enough memory only the replay is done, and a note says so.
 
         Args:
-            graph: the graph, as a key.
             live: all tensors that the step changes, by name, in the order of the step.
             eagerly: does the step without a graph and without effects on the host; returns its outputs.
             replay: does the step by replay; returns the caller's result, and its outputs.

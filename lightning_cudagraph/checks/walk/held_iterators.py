@@ -36,11 +36,7 @@ def holds_iterator(value: Any) -> bool:
 
 
 class HeldIterator:
-    """Replacement for an iterator during a capture, which refuses draws.
-
-    Args:
-        of: its holder, in words.
-    """
+    """Replacement for an iterator during a capture, which refuses draws; `of` names its holder."""
 
     __slots__ = ("_iterator", "_name", "_of")
 
@@ -72,11 +68,7 @@ class HeldIterator:
 
 
 class HeldIterators:
-    """The iterators that a walk has replaced by ones that refuse draws.
-
-    Args:
-        harmless: paths of iterators that are not replaced.
-    """
+    """The iterators that a walk has replaced by ones that refuse draws."""
 
     def __init__(self, harmless: Collection[str]) -> None:
         self._harmless = harmless

@@ -62,12 +62,7 @@ HOW = How()
 
 
 def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs: Any) -> Node:
-    """Record the parts of an object.
-
-    Args:
-        value: the object, or its attribute dictionary.
-        of: the start of `path`, in words.
-    """
+    """Record the parts of an object, or of its attribute dictionary."""
     kind = type(value)
     holder: Any = value
     read: Callable[[], Parts]

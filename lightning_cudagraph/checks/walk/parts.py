@@ -63,11 +63,8 @@ class Node:
         of: the start of the path, in words.
         read: reads its parts.
         write: restores them; None if they cannot be restored.
-        parts: the recorded parts.
-        ignored: labels of parts that are not compared.
         reads: names of parts that the step has read, if it has read the object.
         is_read: the step can have read the object: it mentions all names in the path.
-        draws: it is a random generator.
         is_large: it is compared after pauses only.
     """
 

@@ -20,7 +20,6 @@ class QuickComparison:
 
     Attributes:
         dicts: the versions of the dictionaries `in_dicts`.
-        read: the nodes that are read one by one.
         large: the nodes that are compared after pauses only.
     """
 

@@ -26,7 +26,6 @@ class Root:
         left_out: names of attributes, or keys of a dictionary, that are not compared.
         is_entered: enter it even if objects of its class are not entered.
         reads: names that the step mentions for its attributes; None for those of the scope.
-        is_read: the step can have read it, by the names that it mentions.
         by_name: here and below, compare only attributes that the step can have read.
         is_fixed: its holder cannot be given another object instead of it.
     """
@@ -57,13 +56,11 @@ class Scope(NamedTuple):
         stops: more classes whose objects are entered only by name.
         ignored: parts that are not compared, as pairs of a path's start (in words) and the path; with
             `items_of` a path, all items of a container.
-        reads: names that the step mentions.
         modules: the roots for a module that is found outside of the model.
         omitted: the keys that are left out of a dictionary that is compared by name.
         in_capture: the walk watches a captured step. It enters containers and objects of the user's
             classes, but no library objects, which fill caches; draws from host generators count as
             changes; and until `release` iterators are replaced by ones that refuse draws.
-        harmless: paths of iterators that are not replaced.
         apart: names of tables of a module that are compared by identity, and not entered.
         enters: classes whose objects are entered, although walks stop at them by default.
     """

@@ -95,11 +95,7 @@ def _is_globals(value: dict[Any, Any]) -> bool:
 
 
 class Walk:
-    """A record of the objects that some roots reach, made when the roots are added.
-
-    Attributes:
-        hidden: modules that were found outside of the model, by path.
-    """
+    """A record of the objects that some roots reach, made when the roots are added."""
 
     def __init__(self, roots: Iterable[Root] = (), scope: Scope = _EVERYTHING) -> None:
         self._scope = scope

@@ -79,9 +79,6 @@ def let_wait(stream: torch.cuda.Stream, nodes: Collection[int]) -> bool:
 def event_times(events: Sequence[torch.cuda.Event]) -> Callable[[], list[float]]:
     """Build a reader of the times of events.
 
-    Args:
-        events: recorded already, outside or inside a capture.
-
     Returns:
         A function that returns for each event the milliseconds since the first. It raises a RuntimeError
         if one of them has not completed.

@@ -17,9 +17,6 @@ class CudaParts:
 
     The graphs share a memory pool and are replayed in order: each finds in memory what the one before
     has left, autograd's saved tensors too.
-
-    Attributes:
-        work: host work of each part.
     """
 
     def __init__(self, generators: Generators, pool: Any) -> None:

@@ -68,11 +68,7 @@ class HostEvent:
         return self._time_s is not None
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds from this event to `end`.
-
-        Raises:
-            RuntimeError: if one of them has not been recorded yet.
-        """
+        """Milliseconds from this event to `end`."""
         if self._time_s is None or end._time_s is None:
             raise RuntimeError("Both events must have been recorded, by a replay of their graph.")
         return (end._time_s - self._time_s) * 1e3

@@ -29,21 +29,13 @@ class FirstRefusal:
 
 @dataclass(frozen=True)
 class AskedFor:
-    """The subject of an error for what torch does later than the user's line asks for it.
-
-    Attributes:
-        name: the name under which user code asks for it.
-    """
+    """The subject of an error for what torch does later than the user's line asks for it."""
 
     name: str
 
 
 class Gathered:
-    """The refusals in one step, or in several runs of it.
-
-    Attributes:
-        findings: what was refused, in order, once each.
-    """
+    """The refusals in one step, or in several runs of it, in order, once each."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -153,11 +145,7 @@ def one_finding() -> Iterator[None]:
 
 
 def refuse_together(*checks: Callable[[], object]) -> None:
-    """Make all checks, and raise the first error of one, with the findings of the others.
-
-    Raises:
-        UnsupportedError: if a check does.
-    """
+    """Make all checks, and raise the first error of one, with the findings of the others."""
     errors = [error for check in checks if (error := _error_of(check)) is not None]
     if errors:
         errors[0].add_findings(finding for error in errors for finding in error.findings)
@@ -180,11 +168,7 @@ def backward_ended() -> None:
 
 @contextmanager
 def first_refusal_kept() -> Iterator[FirstRefusal]:
-    """Record refusals inside the `with` block.
-
-    Raises:
-        UnsupportedError: the first refusal, at the end, if the code inside has caught it.
-    """
+    """Record refusals inside the `with` block, and raise the first at the end if code has caught it."""
     noted = FirstRefusal()
     _under_way.append(noted)
     try:

@@ -68,11 +68,7 @@ def run_collective(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> 
 
 @contextmanager
 def collective_hook(hook: CollectiveHook, captured: bool) -> Iterator[None]:
-    """Call a hook around the collectives that any thread issues inside the `with` block.
-
-    Args:
-        captured: True in a capture, where the sentry calls the hooks.
-    """
+    """Call a hook around the collectives that any thread issues inside the `with` block."""
     _hooks.append(hook)
     library = None if captured else _hooked_kernels()
     try:

@@ -25,11 +25,7 @@ _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 
 
 def is_collective(func: Any) -> bool:
-    """True if an op is a collective or a point-to-point message.
-
-    Raises:
-        CaptureError: if it is a collective that the emulator cannot record.
-    """
+    """True if an op is a collective or a message; refuse those that the emulator cannot record."""
     if func.namespace.startswith(_FUNCTIONAL):
         if func._schema.name in _KNOWN:
             return True

@@ -160,7 +160,6 @@ class CompiledCode:
     """The compiled code that the steps of one run call.
 
     Attributes:
-        is_called: True once a step has called compiled code.
         written: tensors older than the step that it writes into; None until the capture without
             torch.compile has shown them.
     """
@@ -211,11 +210,7 @@ class CompiledCode:
         self._older = False
 
     def held(self, body: Callable[[], T]) -> T:
-        """Run `body` in a capture with its compiled code, and refuse recompilation.
-
-        Raises:
-            CaptureError: naming the guards that failed.
-        """
+        """Run `body` in a capture with its compiled code, and refuse recompilation."""
         if not self.is_called:
             return body()
         dynamo: Any = torch._dynamo
@@ -251,11 +246,7 @@ class CompiledCode:
         return result
 
     def left_out(self, body: Callable[[], T]) -> T:
-        """Run `body` with plain Python instead of its compiled code.
-
-        Raises:
-            CaptureError: if there is not enough memory.
-        """
+        """Run `body` with plain Python instead of its compiled code."""
         try:
             with torch.compiler.set_stance("force_eager"), reads_permitted():
                 return body()

@@ -44,11 +44,7 @@ _HOST_WRITE = (
 
 
 class HostMemory:
-    """Host memory that a graph reads in every replay, and that lives as long as the graph.
-
-    Attributes:
-        scalars: host tensors that kernels took as numbers, with the numbers.
-    """
+    """Host memory that a graph reads in every replay, and that lives as long as the graph."""
 
     def __init__(self) -> None:
         self._arena = torch.empty(_ARENA_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -61,11 +57,7 @@ class HostMemory:
         self._kept[id(pinned)] = pinned
 
     def pinned(self, value: Tensor) -> Tensor:
-        """Copy a host tensor into pinned memory.
-
-        Raises:
-            CaptureError: if the constants of the graph are too large together.
-        """
+        """Copy a host tensor into pinned memory, unless a graph's constants are too large together."""
         start = -(-self._used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._used_bytes = start + value.nbytes
         if self._used_bytes > _ARENA_BYTES:
@@ -130,11 +122,7 @@ class Constants(OwnFunctionMode):
 
 
 class MendingSentry(Sentry):
-    """A sentry that rewrites copies from the host where it can make them safe.
-
-    Args:
-        memory: host memory of the graph, from which copies read.
-    """
+    """A sentry that rewrites copies from the host where it can make them safe."""
 
     def __init__(
         self, generators: Generators, memory: HostMemory, branches: Branches | None = None

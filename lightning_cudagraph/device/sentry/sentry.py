@@ -49,11 +49,7 @@ from lightning_cudagraph.tensors.writes import Writes, written_by
 
 
 def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> None:
-    """Refuse an op that a CUDA graph cannot hold.
-
-    Raises:
-        CaptureError: naming the user's line, the op in the user's words, and a remedy.
-    """
+    """Refuse an op that a CUDA graph cannot hold, in the user's words."""
     name: str = func._schema.name
     layouts = {leaf.layout for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)}
     if name.startswith(MAKE_SPARSE):
@@ -132,11 +128,7 @@ def is_capturing() -> bool:
 
 
 class Sentry(OwnDispatchMode):
-    """A dispatch mode that checks every op of a capture before it runs.
-
-    Attributes:
-        flow: gets the data flow of the ops; None if it is not wanted.
-    """
+    """A dispatch mode that checks every op of a capture before it runs, and passes it to `flow`."""
 
     def __init__(self, device_type: str, generators: Generators) -> None:
         super().__init__()

@@ -66,7 +66,6 @@ class Access:
 
     Attributes:
         cost: rough estimate of its time, in small kernels.
-        places: the storages that it writes, with their addresses before the op.
     """
 
     reads: list[Span]
@@ -114,12 +113,7 @@ def access_of(func: Any, args: Any, kwargs: Any) -> Access | None:
 
 
 def made_by(result: Any, tensors: list[Tensor], device_type: str) -> list[Tensor]:
-    """The results of an op in storages that it has allocated, one for each storage.
-
-    Args:
-        tensors: its tensor arguments, from before the call.
-        device_type: results on other types of device are left out.
-    """
+    """The results of an op in storages that it has allocated on this type of device, one for each."""
     known = {tensor.untyped_storage()._cdata for tensor in tensors}
     made: dict[int, Tensor] = {}
     for leaf in tree_iter(result):

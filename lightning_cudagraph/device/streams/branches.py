@@ -42,7 +42,6 @@ class Branches:
         streams: streams of one capture. The first is the step's own, which is current between ops.
 
     Attributes:
-        used: the number of streams with an op.
         barriers: the ops that made all streams wait, with their counts.
         broken: the reason why the order of ops may be wrong; None if it is right.
     """
@@ -66,11 +65,7 @@ class Branches:
         self.broken: str | None = None
 
     def begin(self) -> None:
-        """Fork the streams at the beginning of a part, with the step's own stream current.
-
-        Raises:
-            SentBackError: if the driver does not show the dependencies of a capture.
-        """
+        """Fork the streams at the beginning of a part, with the step's own stream current."""
         self._flow = Flow(len(self._streams))
         self._held = HeldMemory(self._flow, _is_free)
         self._nodes = []
@@ -91,11 +86,7 @@ class Branches:
         self._held = HeldMemory(self._flow)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op on a stream chosen by its data flow.
-
-        Raises:
-            SentBackError: if the order of ops may be wrong.
-        """
+        """Run an op on a stream chosen by its data flow."""
         if self.broken is not None:
             raise SentBackError(self.broken)
         if torch.cuda.current_stream(self._own.device) != self._own:

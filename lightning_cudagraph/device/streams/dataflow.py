@@ -135,9 +135,6 @@ class Flow:
 
     Args:
         streams: the number of streams. Barriers are on stream 0.
-
-    Attributes:
-        used: the number of streams with an op.
     """
 
     def __init__(self, streams: int) -> None:
@@ -223,7 +220,6 @@ class Flow:
         """Record the memory that an op has allocated for its results.
 
         Args:
-            placed: the op, placed last.
             spans: address ranges, unused or freed as far as its stream knows.
 
         Returns:
@@ -322,12 +318,7 @@ class Flow:
 
 @dataclass
 class _UseElsewhere:
-    """A use of memory on another stream than its own.
-
-    Attributes:
-        number: the op that uses it.
-        owner: the object that keeps it alive.
-    """
+    """A use of memory on another stream than its own."""
 
     number: int
     owner: Any
@@ -335,11 +326,7 @@ class _UseElsewhere:
 
 
 class HeldMemory:
-    """Memory that streams other than its own still use, and that must not be freed yet.
-
-    Args:
-        is_free: called with an owner; True if nothing else refers to it.
-    """
+    """Memory that streams other than its own still use, and that must not be freed yet."""
 
     def __init__(self, flow: Flow, is_free: Callable[[Any], bool] = lambda owner: True) -> None:
         self._flow = flow
@@ -349,12 +336,7 @@ class HeldMemory:
         self._held_bytes: Counter[int] = Counter()  # by the stream of the memory
 
     def use(self, placed: Placed, home: int, owner: Any, size_bytes: int = 0) -> None:
-        """Keep memory that an op uses, if it belongs to another stream.
-
-        Args:
-            home: the stream that the memory was allocated on.
-            owner: an object that keeps the memory alive.
-        """
+        """Keep memory that an op uses, if it belongs to another stream: `home`."""
         if placed.stream != home:
             uses = self._held.setdefault((home, placed.stream), deque())
             uses.append(_UseElsewhere(placed.number, owner, size_bytes))

@@ -13,7 +13,6 @@ class RecordedOp(NamedTuple):
     """An op of a capture.
 
     Attributes:
-        reads: address ranges.
         writes: address ranges that exist before it.
         made: address ranges that it allocates.
         cost: rough estimate of its time, in small kernels.
@@ -59,12 +58,7 @@ class RecordedFlow:
         return result
 
     def on(self, streams: int) -> tuple[float, int]:
-        """Place the ops on streams.
-
-        Returns:
-            The time that they take, in small kernels, if none slows another down; and the number of
-            streams that they use.
-        """
+        """Place the ops on streams; return their time, in small kernels, and the streams in use."""
         flow = Flow(streams)
         for op in self.ops:
             if op is None:

@@ -39,11 +39,7 @@ def _matmul(operand: Tensor, pool: torch.cuda.MemPool) -> None:
 
 
 class _PooledStream:
-    """A stream, and the memory pool with the workspaces on it.
-
-    Attributes:
-        shares: True if other code uses the stream too, because none was unused.
-    """
+    """A stream that other code may share, and the memory pool with the workspaces on it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -172,11 +168,7 @@ class SideStream:
 
 
 def keep_all_workspaces(sides: Sequence[SideStream]) -> None:
-    """Make all workspaces of the streams of a capture lie in their pools.
-
-    Args:
-        sides: the streams of the capture, all idle.
-    """
+    """Make all workspaces of the streams of a capture, all idle, lie in their pools."""
     for side in sides:
         with torch.cuda.stream(side.stream):
             side.keep_workspaces()

@@ -25,11 +25,7 @@ _GENERATOR: Span = (-2, -1)
 
 
 class Tape(Generic[W]):
-    """The calls of one part of a replay.
-
-    Attributes:
-        barriers: the ops that made all streams wait, with their counts.
-    """
+    """The calls of one part of a replay."""
 
     def __init__(self, streams: int) -> None:
         self._streams = streams

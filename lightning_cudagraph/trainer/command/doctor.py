@@ -48,12 +48,6 @@ def examine(
 ) -> DiagnosisReport:
     """Run a few steps of a copy of a module, list what was found, and put back all else.
 
-    Args:
-        callback: the callback of the run, made for this examination.
-        module: the module.
-        batches: a dataloader, a datamodule, or one batch; None for the module's own dataloader.
-        trainer: a trainer that will run nothing else; None for a plain one.
-
     Raises:
         Exception: of the user's code, with a traceback of the user's frames.
     """
@@ -134,11 +128,7 @@ def _fit(
 
 
 class _Kept(Callback):
-    """Puts back the loaders of the enclosed runs: those that are given, and those that a trainer makes.
-
-    Attributes:
-        notes: what could not be put back.
-    """
+    """Puts back the loaders of the enclosed runs: those that are given, and those of a trainer."""
 
     def __init__(self, given: Any) -> None:
         self._given = [] if given is None else [LoaderState(given, _name_of(given))]

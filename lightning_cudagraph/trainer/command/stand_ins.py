@@ -28,11 +28,7 @@ _EXPERIMENT = "_experiment"
 
 
 def use_stand_ins(trainer: pl.Trainer, folder: str) -> list[str]:
-    """Let a trainer write into a temporary folder only.
-
-    Returns:
-        What is not called in the fit, in words.
-    """
+    """Let a trainer write into a temporary folder only; return what is not called in the fit."""
     loggers, folder = trainer.loggers, mkdtemp(dir=folder)
     trainer.loggers = [_logger(each, folder) for each in loggers]
     trainer.callbacks = [_callback(each, folder) for each in callbacks_of(trainer)]  # type: ignore[attr-defined]

@@ -56,7 +56,6 @@ class RecordedParts(NamedTuple):
     """The parts of a step under way that are recorded beside its outputs.
 
     Attributes:
-        events: logged values and calls of metrics.
         recomputed: module attributes that torch's own hooks rebind in each step.
         audit: None outside of a capture.
     """
@@ -153,10 +152,8 @@ class CapturedRun:
         """Context of a step on the static batch: record what follows after a replay, and audit the rest.
 
         Args:
-            place: the kind of step.
             capturing: True in a capture, False in a rehearsal.
             hooks: returns the hooks at the graph breaks of the step, in words.
-            rules: fields of `HostRules` for this step.
         """
         with ExitStack() as stack:
             events = stack.enter_context(self.logs.recorded(place, batch, capturing))

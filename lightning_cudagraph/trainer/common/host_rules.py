@@ -137,12 +137,7 @@ def host_rules(
     harmless: frozenset[str],
     stays_on_host: Callable[[Any], bool] = is_metric,
 ) -> HostRules:
-    """Return the rules for one run.
-
-    Args:
-        harmless: names that may be frozen by a capture and left out of replays.
-        stays_on_host: returns True for a module that is called on the host only, such as a metric.
-    """
+    """Return the rules for one run."""
     schedulers = {LRScheduler, *(type(c.scheduler) for c in trainer.lr_scheduler_configs)}
     moving = dict(_moving())
     for scheduler in schedulers:
@@ -233,11 +228,6 @@ def refuse_replaced_methods(
 
     Functions and bound methods are audited with the rest of the user's code. The audit cannot look into
     other callables.
-
-    Args:
-        optimizer: the optimizer, if its step is captured.
-        harmless: names of methods that may be replaced.
-        callees: other objects with methods that the step calls.
 
     Raises:
         CaptureError: naming the method, and the class of its replacement.

@@ -85,11 +85,7 @@ class Replicas(DDPState):
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo the effects of a step on the host state of the wrapper or of sharded modules.
-
-        Raises:
-            UnsupportedError: if the wrapper has changed so that no graph can hold its work.
-        """
+        """Undo the effects of a step on the host state of the wrapper or of sharded modules."""
         with super().undone(), self.shards.undone():
             yield
 

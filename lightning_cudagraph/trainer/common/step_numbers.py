@@ -20,12 +20,7 @@ STEP_GETTERS = frozenset({_STEP, "trainer.global_step", "trainer.fit_loop.epoch_
 
 
 class StepNumbers:
-    """The numbers beside the batches of a `fit` or an evaluation.
-
-    Args:
-        total: returns the tracker of Lightning's loop that counts the steps; None in an evaluation,
-            where `global_step` stays what it is.
-    """
+    """Numbers beside the batches; `total` returns the loop's tracker of steps, None in evaluation."""
 
     def __init__(self, total: Callable[[], Any], settings: Settings) -> None:
         self._total = total

@@ -52,15 +52,7 @@ def _wrong(name: str, value: object, expected: str) -> ConfigurationError:
 
 
 def check_company(trainer: pl.Trainer, kind: type[Callback], is_off: bool) -> None:
-    """Check the trainer of the callback, and its other callbacks.
-
-    Args:
-        is_off: True for a run as without the callback.
-
-    Raises:
-        ConfigurationError: if the trainer is not that of `lightning.pytorch`, or has incompatible
-            callbacks.
-    """
+    """Refuse a trainer that is not of `lightning.pytorch`, or has incompatible callbacks."""
     foreign = [c for c in type(trainer).__mro__ if c.__module__.startswith("pytorch_lightning")]
     if foreign:
         raise ConfigurationError(

@@ -13,14 +13,10 @@ Scope = Literal["auto", "step", "forward_backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(CaptureSettings):
-    """The arguments of `CUDAGraphCallback`, which documents each.
-
-    Attributes:
-        is_examined: the run looks for all that keeps its steps from being captured, and is thrown away.
-    """
+    """The arguments of `CUDAGraphCallback`, which documents each."""
 
     scope: Scope
     timings: LayerTimings | None
     compile: bool = False
     measures_plain_steps: bool = False
-    is_examined: bool = False
+    is_examined: bool = False  # the run looks for all findings, and is thrown away

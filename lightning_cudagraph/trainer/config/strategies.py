@@ -20,7 +20,6 @@ class Row:
     Attributes:
         classes: class names in Lightning or Fabric; a subclass has the row of its nearest ancestor.
         captured: the captured part of a step; empty if the strategy is refused.
-        reason: the reason of a refusal.
         variant: the configurations of these classes that the row is for, in words; empty for all.
     """
 

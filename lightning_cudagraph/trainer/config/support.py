@@ -157,12 +157,7 @@ def _check_placement(trainer: pl.Trainer) -> None:
 
 
 def check_replicas(strategy: Strategy) -> None:
-    """Refuse a `DistributedDataParallel` around the module that graphs cannot hold.
-
-    Raises:
-        UnsupportedError: naming the problem.
-        CUDAGraphError: if this version of torch lacks private names that captures need.
-    """
+    """Refuse a `DistributedDataParallel` around the module that graphs cannot hold."""
     if not isinstance(strategy.model, DistributedDataParallel):
         return
     known_hooks = 0
@@ -249,11 +244,7 @@ def _check_loop(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def check_closures(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
-    """Refuse compiled code around the closure of a step: Dynamo would compile this package too.
-
-    Raises:
-        UnsupportedError: naming the compiled function.
-    """
+    """Refuse compiled code around the closure of a step: Dynamo would compile this package too."""
     compiled = None
     if is_compiled(module.optimizer_step):
         compiled = described_hook(module, "optimizer_step")
@@ -281,11 +272,7 @@ def _check_batches(module: pl.LightningModule, step: str) -> None:
 
 
 def check_optimizer_part(trainer: pl.Trainer) -> None:
-    """Refuse hooks that keep the part of the step after the backward pass out of a graph.
-
-    Raises:
-        UnsupportedError: with `in_optimizer` set.
-    """
+    """Refuse hooks that keep the part after the backward pass out of a graph (`in_optimizer`)."""
     for callback in callbacks_of(trainer):
         for hook in _CALLBACK_HOOKS_BEHIND:
             if is_overridden(hook, callback, Callback):

@@ -25,11 +25,7 @@ _LOSS = -1  # the key of the loss among the indices of events
 
 @dataclass
 class Log:
-    """A call of `self.log`.
-
-    Attributes:
-        value: the logged value, a placeholder if it is the result of a deferred metric call.
-    """
+    """A call of `self.log`."""
 
     fx: str
     name: str
@@ -57,8 +53,6 @@ class LoggedStep:
     Args:
         slots: the sums that the graph has added to, by key.
         values: the values to pack, by the index of their event.
-        loss: the step's loss, which is packed with them.
-        is_last: the last or only part of the step.
     """
 
     def __init__(

@@ -27,7 +27,6 @@ class _Seen:
     """A number over the steps of one warm-up.
 
     Attributes:
-        last: its value in the last step.
         pairs: the number of pairs of consecutive steps.
         moves: the number of pairs in which it changed.
     """
@@ -108,11 +107,7 @@ class LoggedNumbers:
         self._check = check
 
     def note(self, words: str, value: Any) -> None:
-        """Add a number of the step under way.
-
-        Raises:
-            CaptureError: if it changes. The message names the user's line.
-        """
+        """Add a number of the step under way; one that changes is refused with the user's line."""
         which = 0
         while (words, which) in self._step:
             which += 1

@@ -141,11 +141,7 @@ class Logs:
             self._sums.make_room(self._results)
 
     def before_replay(self, logged: LoggedStep | None) -> None:
-        """Bring the current sums into the static tensors to which a graph adds.
-
-        Args:
-            logged: the logged values of the graph; None before a capture.
-        """
+        """Bring the current sums to where a graph adds to them; `logged` is None before a capture."""
         with self._lock:
             waiting = self._waiting
             if waiting is not None and logged is not None and waiting.sums is logged.sums:
@@ -189,7 +185,6 @@ class Logs:
         """Context of a step that records logged values, instead of reducing them, and metric calls.
 
         Args:
-            place: the kind of step.
             capturing: the step is captured, and not run eagerly for a comparison.
 
         Yields:
@@ -243,11 +238,6 @@ class Logs:
         is_last: bool = True,
     ) -> LoggedStep:
         """Add up and pack the logged values at the end of a recorded step, or of a part of it.
-
-        Args:
-            events: the events that `recorded` has recorded of it.
-            loss: the step's loss, which is packed with them.
-            is_last: the last or only part of the step.
 
         Raises:
             CaptureError: if a further capture instance of the step logs other names than the first.

@@ -34,7 +34,6 @@ class LoggedValue:
 
     Attributes:
         key: its key in Lightning's results.
-        value: the static tensor, converted.
         batch_size: its weight in a mean.
     """
 
@@ -89,11 +88,7 @@ class Slot:
             self.metric.cumulated_batch_size = self.count.clone()
 
     def updated(self, value: Tensor, replays: int) -> None:
-        """Apply the effects of one call of `_ResultMetric.update` for each replay, but for the sums.
-
-        Args:
-            value: a copy of the value that the last replay logged.
-        """
+        """Apply the effects of one call of `_ResultMetric.update` for each replay, but for the sums."""
         state, meta = self._state, self.metric.meta
         state["_update_count"] += replays
         state["_computed"] = None
@@ -166,7 +161,6 @@ class SumsOfPlace:
     """The running sums of the graphs of one kind of step.
 
     Attributes:
-        slots: the static tensors, by key.
         batch_size: the size that Lightning extracts from the batch, if the step needs it.
         entered: Lightning's own `log` has run once for each name since the capture.
         live: the next or last replay counts, that is, Lightning's objects hold the static tensors.
@@ -226,12 +220,7 @@ class _Means:
 
 
 def add(logged: Iterable[LoggedValue], slots: dict[str, Slot]) -> None:
-    """Add logged values to the static tensors in the step, in the order of Lightning's ops.
-
-    Args:
-        logged: the logged values, each name once.
-        slots: the static tensors by key; values without one are left to the host.
-    """
+    """Add logged values to the slots, in the order of Lightning's ops; the host adds the others."""
     means: dict[Any, _Means] = {}
     sums: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     with torch.no_grad():

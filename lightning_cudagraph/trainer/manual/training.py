@@ -71,11 +71,7 @@ _WORDING = Wording(
 
 
 class ManualTraining:
-    """One `fit` in manual optimization, with graphs of whole steps.
-
-    Raises:
-        UnsupportedError: if steps of this configuration cannot be captured.
-    """
+    """One `fit` in manual optimization, with graphs of whole steps."""
 
     def __init__(
         self, trainer: pl.Trainer, module: pl.LightningModule, backend: Backend, settings: Settings

@@ -53,12 +53,7 @@ KEEP_SUMS = (
 
 @dataclass(eq=False)
 class DeferredCall(MetricCall):
-    """A call of a metric that is made after each replay.
-
-    Attributes:
-        method: ``"forward"`` or ``"update"``.
-        arguments: positional and keyword arguments, with static tensors.
-    """
+    """A call of a metric, ``"forward"`` or ``"update"``, that is made after each replay."""
 
     name: str
     metric: Metric | MetricCollection
@@ -80,8 +75,6 @@ class _Entry:
     """Changes that a call makes to the bookkeeping of one metric.
 
     Attributes:
-        calls: increment of `_update_count`.
-        clears: it resets `_computed`.
         cache: the structure of the new `_forward_cache`, or `_UNTOUCHED`, or None.
         leaves: indices of the outputs that are its leaves.
     """
@@ -112,11 +105,7 @@ class Probe:
             books.update(before)
 
     def call(self) -> GraphCall:
-        """The host part of the call.
-
-        Raises:
-            CaptureError: if the call changes more than a replay could repeat.
-        """
+        """The host part of the call; one that a replay could not repeat is refused."""
         outputs: list[Tensor] = []
         entries = [self._entry(books, outputs) for books in self._books]
         return GraphCall(self._name, entries, outputs)
@@ -212,11 +201,7 @@ class GroupCall(MetricCall):
 
 
 class ReferenceCall(MetricCall):
-    """An access to members of a collection (`collection["accuracy"]`), which joins or splits states.
-
-    Args:
-        copy: the members of a compute group get copies of its state.
-    """
+    """An access to members of a collection (`collection["accuracy"]`), which joins or splits states."""
 
     def __init__(self, collection: MetricCollection, copy: bool) -> None:
         self._collection = collection

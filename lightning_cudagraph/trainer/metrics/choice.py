@@ -24,12 +24,7 @@ from lightning_cudagraph.trainer.metrics.trials import MetricTrials
 
 
 class MetricChoice:
-    """The metrics that can be in the graph, found in warm-up steps.
-
-    Attributes:
-        in_graph: name and metric, by identity.
-        refused: reasons for the others, by identity.
-    """
+    """The metrics that can be in the graph, found in warm-up steps, and reasons for the others."""
 
     def __init__(self, model: nn.Module, trials: MetricTrials) -> None:
         self._model = model

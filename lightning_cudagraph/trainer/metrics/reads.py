@@ -34,11 +34,7 @@ _PLUMBING = [getattr(nn.Module, name).__code__ for name in ("__getattr__", "__se
 
 @contextmanager
 def metric_reads(note: Callable[[Metric, str, Location | None], None]) -> Iterator[None]:
-    """Report reads of metric attributes by user code outside of the metric.
-
-    Args:
-        note: called with the metric, the name of the attribute, and the user's line.
-    """
+    """Report reads of metric attributes by user code outside of the metric, with the line."""
     plain = Metric.__getattribute__
 
     def read(self: Metric, name: str) -> Any:
@@ -83,12 +79,7 @@ class MetricReads:
         return None
 
     def tell(self, mentioned: MentionedNames, leave_out: Callable[[Metric, str], bool]) -> None:
-        """Guard the attributes: add them to those that are compared before every replay.
-
-        Args:
-            mentioned: the attributes that the captured step mentions.
-            leave_out: tests if the graph itself keeps an attribute up to date.
-        """
+        """Guard the attributes: add them to those that are compared before every replay."""
         for (_, name), (metric, _) in self._read.items():
             if not leave_out(metric, name):
                 namespaces = [vars(metric), metric._buffers]

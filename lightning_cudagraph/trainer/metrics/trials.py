@@ -48,11 +48,7 @@ def keep_states(state: StaticState, name: str, metric: nn.Module) -> None:
 
 
 def known_only(known: set[int]) -> AbstractContextManager[None]:
-    """Refuse calls of unknown metrics, of which a replay would not repeat the host part.
-
-    Args:
-        known: identities of the metrics that may be called.
-    """
+    """Refuse calls of unknown metrics, of which a replay would not repeat the host part."""
     plain = Metric.__setattr__
 
     def checked(self: Metric, name: str, value: Any) -> None:

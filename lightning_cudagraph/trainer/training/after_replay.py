@@ -33,11 +33,7 @@ class AfterReplay:
     def in_the_middle(
         self, outputs: StepOutputs, index: int, closure: GraphClosure, optimizer: EagerOptimizer
     ) -> None:
-        """Call the hooks of one graph break, where an eager step calls them.
-
-        Args:
-            optimizer: the optimizer, if it is in the graph.
-        """
+        """Call the hooks of one graph break, where an eager step calls them."""
         at_break = outputs.breaks[index]
         at_break.logs.hand_over(self._trainer)
         self._count_zero_grads(at_break.zero_grads)
@@ -59,7 +55,6 @@ class AfterReplay:
         """Leave the state that Lightning has at the end of an eager step.
 
         Args:
-            timed: the times of the step are shown.
             wanted: return the outputs at once. If not, what was logged waits until it is asked for.
 
         Returns:

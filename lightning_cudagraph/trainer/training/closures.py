@@ -18,12 +18,7 @@ Call = Callable[["GraphClosure", Callable[[], Tensor | None]], Tensor | None]
 
 
 class GraphClosure(Closure):
-    """A closure that holds its batch, so that it can be captured or replayed instead of called.
-
-    Args:
-        kwargs: the arguments of `training_step`, the batch first.
-        call: does the step, given this closure and the call of Lightning's own.
-    """
+    """A closure that holds its batch, so that it can be captured or replayed instead of called."""
 
     def __init__(
         self, closure: Closure, kwargs: OrderedDict[str, Any], batch_idx: int, call: Call
@@ -50,7 +45,6 @@ class GraphedOptimization(_AutomaticOptimization):
     """Lightning's automatic optimization, with a `GraphClosure` for each batch.
 
     Attributes:
-        call: called by its closures, see `GraphClosure`.
         skipped: called with the reason why a batch gets no such closure.
     """
 

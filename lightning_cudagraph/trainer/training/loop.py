@@ -60,12 +60,7 @@ def is_in_fit(trainer: pl.Trainer) -> bool:
 
 
 class GraphedTraining:
-    """One `fit` with graphs.
-
-    Raises:
-        UnsupportedError: if the optimizer can be captured in no form that was asked for.
-        ConfigurationError: if the timings name a layer that is not there.
-    """
+    """One `fit` with graphs."""
 
     def __init__(
         self,
@@ -202,8 +197,7 @@ class GraphedTraining:
     ) -> RunSummary:
         """Complete the summary of the run with times and notes, and show it.
 
-        Args:
-            exception: the exception that ended the run, or None. With one, no device value is read.
+        After an exception no value on the device is read.
         """
         said = [*self._notes(), *notes]
         # A read would block on a device that has failed or hangs.

@@ -16,12 +16,7 @@ from lightning_cudagraph.trainer.training.times.run_times import RunTimes
 
 @dataclass
 class TrainingRun(CapturedRun):
-    """Shared state of one `fit` with graphs.
-
-    Attributes:
-        shown: logged values for the progress bar.
-        hooks: those inside a step that run on the host in every replay.
-    """
+    """Shared state of one `fit` with graphs."""
 
     times: RunTimes
     part: OptimizerPart

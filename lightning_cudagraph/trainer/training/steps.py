@@ -50,10 +50,8 @@ class TrainingSteps:
     """The training steps of a `fit`, passed to the engine.
 
     Attributes:
-        phase: of the previous step.
         is_state_unread: True if no user code between two replays can read the optimizer's state; set by
             the fast path.
-        transfer: set by `install`.
     """
 
     transfer: BatchTransfer
@@ -192,10 +190,6 @@ class TrainingSteps:
     def again(self, batch: Any, batch_idx: int, drops: bool, steps: bool) -> StepOutputs | None:
         """Do a step on the fast path: a replay without a closure.
 
-        Args:
-            drops: the step drops gradients.
-            steps: the optimizer steps.
-
         Returns:
             The static outputs. None if more than a replay is due; nothing has happened then.
         """
@@ -241,11 +235,7 @@ class TrainingSteps:
         return self._after_replay.outputs(outputs)
 
     def _take(self, closure: GraphClosure, body: StepBody, eagerly: Callable[[], R]) -> R | Tensor:
-        """Do a step with one of Lightning's closures: eagerly, by capture, or by replay.
-
-        Returns:
-            The loss of a replay, or the result of `eagerly`.
-        """
+        """Do a step with one of Lightning's closures: eagerly, by capture, or by replay."""
         run, accumulation = self._run, body.accumulation
         run.hooks.watch(closure, self._part.optimizer.optimizer)
         run.logs.settle()

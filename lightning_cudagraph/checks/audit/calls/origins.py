@@ -23,11 +23,7 @@ class Origin(Enum):
 
 
 class Origins:
-    """The owners of the code of frames.
-
-    Attributes:
-        by_file: those found so far.
-    """
+    """The owners of the code of frames."""
 
     def __init__(self, passing_on: frozenset[str]) -> None:
         self._passing_on = passing_on

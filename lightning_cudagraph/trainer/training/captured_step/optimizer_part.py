@@ -29,8 +29,6 @@ class OptimizerPart:
     """The optimizer and the gradient scaler of a run, as far as they are captured.
 
     Attributes:
-        optimizer: prepared for capture, or unchanged if it steps eagerly.
-        scaler: the gradient scaler of a run in fp16, or None.
         eager_reason: why the optimizer steps eagerly after the replay; None if it is in the graph.
     """
 
@@ -65,11 +63,7 @@ class OptimizerPart:
         ]
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Prepare an optimizer for capture, unless it steps eagerly.
-
-        Raises:
-            UnsupportedError: if it cannot be captured, and the user asked for that; nothing is changed.
-        """
+        """Prepare an optimizer for capture, unless it steps eagerly; if it cannot, change nothing."""
         self.optimizer = EagerOptimizer(optimizer)
         if self.eager_reason is not None:
             return
@@ -111,15 +105,7 @@ class OptimizerPart:
         self.optimizer = EagerOptimizer(self.optimizer.optimizer)
 
     def adopt(self, optimizer: Optimizer, has_graphs: bool) -> None:
-        """Take over another optimizer or scaler, if user code has replaced the trainer's.
-
-        Args:
-            optimizer: the one that is about to step.
-            has_graphs: True unless the run has given up graphs.
-
-        Raises:
-            UnsupportedError: if it cannot be captured as the user asked for.
-        """
+        """Take over another optimizer or scaler, if user code has replaced the trainer's."""
         if has_graphs:
             check_closures(self._trainer, self._module, optimizer)
         if not self._has_scaler():
@@ -182,11 +168,7 @@ class OptimizerPart:
         }
 
     def parameters(self, makes_gradients: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The parameters whose gradients a step drops and makes, and those to whose gradients it adds.
-
-        Args:
-            makes_gradients: True for a step that drops the gradients of the optimizer's parameters.
-        """
+        """Return the parameters with gradients that a step makes, and those that it only adds to."""
         stepped = self.optimizer.parameters
         known = {id(parameter) for parameter in stepped}
         others = [p for p in self._module.parameters() if p.requires_grad and id(p) not in known]

@@ -24,10 +24,7 @@ class HostBreak:
     """A graph break: hooks that run on the host in the middle of every replay.
 
     Attributes:
-        whose: the names of the hooks, as the subject of a sentence.
-        logs: values logged since the previous graph break.
         zero_grads: number of `zero_grad` calls since the previous graph break.
-        run: calls the hooks, given the closure of the step.
         recomputed: attributes of modules that hooks of torch have set so far.
     """
 
@@ -43,14 +40,12 @@ class StepOutputs:
     """The static outputs of a captured step.
 
     Attributes:
-        extra: its other outputs.
         logs: values logged after the last graph break.
         marks: the timing events; None in an untimed capture instance.
         parameters: those with gradients by name, if the optimizer steps eagerly after the replay.
         zero_grads: number of `zero_grad` calls after the last graph break. The step makes one call in
             all, unless the optimizer calls the closure several times, gradients are accumulated, or a
             hook drops them.
-        breaks: the graph breaks, in the order of the step.
         after_backward: `on_after_backward` runs on the host, after the replay.
         recomputed: attributes of modules that hooks of torch have set.
         is_measured: step times are those of replays of this batch signature.
@@ -87,7 +82,6 @@ class StepBody:
 
     Attributes:
         run: does the step with the given closure.
-        optimizer: the optimizer, if it is in the graph.
         arithmetic: context around the step; its argument is True in a capture.
     """
 

@@ -66,8 +66,6 @@ class Recorder:
         """Run a step on the static batch.
 
         Args:
-            timings: the timed layers, or None for no events.
-            cut: called at each graph break; None outside of a capture.
             place: the kind of step: its accumulation phase and batch signature.
             reads: in a capture, notes what the step reads of numbers that move.
 

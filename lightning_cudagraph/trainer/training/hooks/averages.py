@@ -34,11 +34,7 @@ _COUNT = "n_averaged"
 
 
 class Averages:
-    """The averages of one `fit`.
-
-    Args:
-        is_in_step: returns True while a training step is under way; an update in it is part of it.
-    """
+    """The averages of one `fit`; an update inside a training step is part of that."""
 
     def __init__(self, run: TrainingRun, is_in_step: Callable[[], bool]) -> None:
         self._run = run
@@ -80,12 +76,7 @@ def _is_torchs(model: AveragedModel) -> bool:
 
 
 class _Average:
-    """Patch of one model's `update_parameters`.
-
-    Attributes:
-        holder: the name of the class of the object that has the model.
-        refused: the reason if its updates are not captured; empty if they are.
-    """
+    """Patch of one model's `update_parameters`."""
 
     def __init__(
         self, model: AveragedModel, holder: str, run: TrainingRun, is_in_step: Callable[[], bool]

@@ -45,11 +45,7 @@ class BatchHooks:
         self._transfer = steps.transfer
 
     def start(self, batch: Any, batch_idx: int) -> tuple[Any, Any]:
-        """Call the hooks before a step.
-
-        Returns:
-            The batch of the step, and the answer of the module's hook.
-        """
+        """Call the hooks before a step; return its batch, and the answer of the module's hook."""
         trainer, module, names, host = self._trainer, self._module, self._names, self._host
         before = names["_current_fx_name"]
         names["_current_fx_name"] = _START
@@ -69,11 +65,7 @@ class BatchHooks:
         return batch, response
 
     def end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Call the hooks after a step.
-
-        Args:
-            outputs: the static outputs of a replay, or those that Lightning has made of another step.
-        """
+        """Call the hooks after a step."""
         trainer, module, names, host = self._trainer, self._module, self._names, self._host
         before = names["_current_fx_name"]
         names["_current_fx_name"] = _END

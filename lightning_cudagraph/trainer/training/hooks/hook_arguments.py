@@ -33,12 +33,7 @@ _PASSING_ON = frozenset(function.__globals__["__name__"] for function in _decora
 
 
 def ignores(hook: Callable[..., Any], position: int) -> bool:
-    """True if a hook does not read one of its positional arguments.
-
-    Args:
-        hook: a bound method, or a function.
-        position: of the argument, from 0, without `self`.
-    """
+    """True if a hook does not read a positional argument, counted from 0 without `self`."""
     if isinstance(hook, MethodType):
         hook, position = hook.__func__, position + 1
     while isinstance(hook, FunctionType) and hook.__globals__.get("__name__") in _PASSING_ON:

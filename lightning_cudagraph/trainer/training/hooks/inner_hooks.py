@@ -57,11 +57,7 @@ _OF_AUTOGRAD = frozenset(
 
 
 class _AutogradOfLoss(OwnFunctionMode):
-    """Function mode that detects use of the loss's autograd graph, which a replayed loss does not have.
-
-    Args:
-        found: called when a hook uses the loss's autograd graph.
-    """
+    """Function mode that detects use of the loss's autograd graph, which a replayed loss has not."""
 
     def __init__(self, loss: Tensor, found: Callable[[], None]) -> None:
         super().__init__()
@@ -179,9 +175,7 @@ class InnerHooks:
         """Leave the hooks out of a step, and call `at_break` at each graph break instead.
 
         Args:
-            closure: the closure of the step, which is changed.
             optimizer: the owner of the gradients that the step drops.
-            at_break: called at each graph break.
             end_backward: called before `on_after_backward`, if that is captured.
         """
         whose = self.around_zero_grad()

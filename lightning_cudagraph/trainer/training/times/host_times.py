@@ -39,7 +39,6 @@ class HostTimes(AbstractContextManager[None]):
 
     Attributes:
         waits: for each place where the host waits for the device between replays, the seconds so far.
-        is_on: the step under way is measured.
         launches: number of launches at which the device was looked at.
         waiting: number of those at which it had nothing left to do.
     """

@@ -79,13 +79,9 @@ class RunTimes:
     Without a choice of layers, only the step time on the host is measured.
 
     Attributes:
-        names: the timed layers.
         off: notes on features that are off because private names of other packages are missing.
-        pace: step times on the host.
-        host: times of the host between replays.
         clock: times of replays, or of the steps of an eager run.
         eager_clock: times of the eager step of the warm-up, for comparison.
-        eager: the readings of `eager_clock`.
     """
 
     def __init__(
