@@ -30,11 +30,7 @@ from lightning_cudagraph.trainer.command.doctor import examine
 from lightning_cudagraph.trainer.config.arguments import check_arguments, check_company
 from lightning_cudagraph.trainer.config.padding import Padding
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
-from lightning_cudagraph.trainer.config.support import (
-    DEFAULT_WARMUP_STEPS,
-    BackendName,
-    Stage,
-)
+from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, BackendName, Stage
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.manual.training import ManualTraining
 from lightning_cudagraph.trainer.runs import CapturedRuns

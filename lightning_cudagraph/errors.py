@@ -158,12 +158,7 @@ class UnsupportedError(CUDAGraphError):
     """
 
     def __init__(
-        self,
-        what: str,
-        remedy: str,
-        *,
-        in_optimizer: bool = False,
-        location: Location | None = None,
+        self, what: str, remedy: str, *, in_optimizer: bool = False, location: Location | None = None
     ) -> None:
         super().__init__(what, remedy)
         self.what = what

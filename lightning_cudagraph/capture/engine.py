@@ -71,11 +71,7 @@ class StepEngine(Generic[T]):
         self._captures = Captures(engine, invalidation)
         self._replays = Replays(engine, invalidation)
 
-    def again(
-        self,
-        step: Replay[T],
-        graphs: GraphsOfSignature[T] | None = None,
-    ) -> T | None:
+    def again(self, step: Replay[T], graphs: GraphsOfSignature[T] | None = None) -> T | None:
         """Replay by the fast path, if the step can take it.
 
         Args:

@@ -54,9 +54,7 @@ COUNTED_CLASSES = Feature(
     True,
 )
 HELD_GRADIENTS = Feature(
-    "finding external references to gradients",
-    "gradients are copied out after every replay",
-    True,
+    "finding external references to gradients", "gradients are copied out after every replay", True
 )
 EVENT_QUEUE = Feature(
     "the fast path into TensorBoard's queue",

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_cudagraph.compat.features import (
-    BROKEN_CAPTURES,
-    CUDA_STREAMS,
-    HELD_GRADIENTS,
-    Feature,
-)
+from lightning_cudagraph.compat.features import BROKEN_CAPTURES, CUDA_STREAMS, HELD_GRADIENTS, Feature
 from lightning_cudagraph.compat.names.lightning_names import LIGHTNING
 from lightning_cudagraph.compat.names.python_names import PYTHON
 from lightning_cudagraph.compat.names.tensorboard_names import TENSORBOARD

@@ -24,12 +24,7 @@ from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
-from lightning_cudagraph.checks.guards.guards import (
-    GuardedValues,
-    Guards,
-    OutsideModel,
-    Unguarded,
-)
+from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend

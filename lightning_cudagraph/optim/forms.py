@@ -46,13 +46,7 @@ _OWN = Form()
 _FORMS: dict[type[Optimizer], Form] = {
     torch.optim.Rprop: Form(reads_rate=False, alpha=False),
     **dict.fromkeys(
-        (
-            torch.optim.Adam,
-            torch.optim.AdamW,
-            torch.optim.NAdam,
-            torch.optim.RAdam,
-            torch.optim.Adamax,
-        ),
+        (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
         Form(alpha=False),
     ),
     # The others read their counters on the host, to compute powers.
@@ -63,7 +57,7 @@ _INSPECTED = Form(inspected=True)
 # Optimizers without a form, with the reason. Sources: torch/optim, file and function named.
 _EAGER: dict[type[Optimizer], str] = {
     # lbfgs.py, `step`: `float(closure())` in a loop
-    torch.optim.LBFGS: "calls its closure as often as the loss decides, which it reads on the host",
+    torch.optim.LBFGS: "calls its closure as often as the loss decides, which it reads on the host"
 }
 
 

@@ -69,11 +69,7 @@ class HostProgram:
         return self._add((name, nodes), do, nodes, do)
 
     def _add(
-        self,
-        key: Hashable,
-        do: Callable[..., Any],
-        nodes: tuple[int, ...],
-        do_now: Callable[..., Any],
+        self, key: Hashable, do: Callable[..., Any], nodes: tuple[int, ...], do_now: Callable[..., Any]
     ) -> int:
         if key not in self._nodes:
             value = do_now(*(self._values[node] for node in nodes))

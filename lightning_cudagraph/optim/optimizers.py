@@ -134,10 +134,7 @@ class PreparedOptimizer(EagerOptimizer):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        device: torch.device,
-        on_load: Callable[[str], None],
+        self, optimizer: Optimizer, device: torch.device, on_load: Callable[[str], None]
     ) -> None:
         super().__init__(optimizer)
         self._form = form_of(optimizer)

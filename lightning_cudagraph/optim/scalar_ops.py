@@ -143,12 +143,7 @@ def _wide(one: Tensor) -> torch.dtype:
 
 
 def _single(
-    name: str,
-    operands: Sequence[Tensor],
-    number: Any,
-    staged: Staged,
-    in_place: bool,
-    gate: Gate | None,
+    name: str, operands: Sequence[Tensor], number: Any, staged: Staged, in_place: bool, gate: Gate | None
 ) -> Tensor:
     one = operands[0]
     if name == "div" and one.is_cuda:
@@ -235,11 +230,7 @@ def _is_number(value: Any) -> bool:
 
 
 def with_tensors(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    staged: Staged,
-    gate: Gate | None = None,
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], staged: Staged, gate: Gate | None = None
 ) -> tuple[Any] | None:
     """Call an op of the table with its number in a tensor.
 

@@ -61,10 +61,7 @@ def _refused(
     what: str, remedy: str = "Use another optimizer to have its step in the graph too."
 ) -> CaptureError:
     return CaptureError(
-        f"The step of the optimizer {what}.",
-        remedy,
-        in_optimizer=True,
-        location=user_location(),
+        f"The step of the optimizer {what}.", remedy, in_optimizer=True, location=user_location()
     )
 
 

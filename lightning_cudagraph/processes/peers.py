@@ -23,12 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_cudagraph.errors import (
-    ConfigurationError,
-    CUDAGraphError,
-    PeerError,
-    UnsupportedError,
-)
+from lightning_cudagraph.errors import ConfigurationError, CUDAGraphError, PeerError, UnsupportedError
 from lightning_cudagraph.processes.at_exit import AtExit
 from lightning_cudagraph.processes.failures import GIVE_THE_SAME, LOOK_EVERY, Failures
 from lightning_cudagraph.processes.shared_page import SharedPage, machine

@@ -73,14 +73,7 @@ class Signature:
                 self._check_tensor(path, leaf, device)
                 same_as = first_seen.setdefault(id(leaf), position)
                 described.append(
-                    (
-                        tuple(leaf.shape),
-                        leaf.stride(),
-                        leaf.dtype,
-                        leaf.device.type,
-                        type(leaf),
-                        same_as,
-                    )
+                    (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device.type, type(leaf), same_as)
                 )
             elif reads is not None and is_host_value(leaf):
                 described.append((type(leaf),))

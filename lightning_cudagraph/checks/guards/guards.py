@@ -108,11 +108,7 @@ class Guards:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        values: GuardedValues,
-        unguarded: Unguarded,
-        external: OutsideModel,
+        self, model: nn.Module, values: GuardedValues, unguarded: Unguarded, external: OutsideModel
     ) -> None:
         self._model = model
         self._values = values

@@ -29,12 +29,7 @@ from lightning_cudagraph.tensors.local import local
 # A C function that `map` calls without a Python frame for each object.
 _training = operator.itemgetter("training")
 
-_MODULE_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # The dictionaries of a module that this guard holds.
 TABLES = frozenset({"_parameters", "_buffers", "_modules", *_MODULE_HOOKS})
 

@@ -23,16 +23,7 @@ VALUES = frozenset(
     {int, float, complex, bool, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size}
 )
 # Installed packages that are not user code.
-_NOT_USERS = (
-    "numpy",
-    "tensorboard",
-    "tensorboardX",
-    "wandb",
-    "comet_ml",
-    "mlflow",
-    "clearml",
-    "aim",
-)
+_NOT_USERS = ("numpy", "tensorboard", "tensorboardX", "wandb", "comet_ml", "mlflow", "clearml", "aim")
 _FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
 # Classes of Python's library that users keep state in.
 PLAIN_OF_PYTHON = (SimpleNamespace, argparse.Namespace, UserDict, UserList)

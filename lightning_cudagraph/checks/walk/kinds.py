@@ -198,10 +198,7 @@ def _has_state_in_c(kind: type) -> bool:
 
 
 def _with_slots(
-    value: Any,
-    slots: dict[str, Any],
-    read: Callable[[], Parts],
-    write: Callable[[Parts], object] | None,
+    value: Any, slots: dict[str, Any], read: Callable[[], Parts], write: Callable[[Parts], object] | None
 ) -> tuple[Callable[[], Parts], Callable[[Parts], object] | None]:
     """The parts of an object and those in its slots."""
     names = {*slots, "__class__"}

@@ -386,11 +386,6 @@ class Walk:
                 path, of = str(label), f"the closure of `{node.owner.__name__}`"
             self._enqueue_one(
                 Root(
-                    part,
-                    path,
-                    of,
-                    is_read=node.was_read(label),
-                    by_name=root.by_name,
-                    is_fixed=is_fixed,
+                    part, path, of, is_read=node.was_read(label), by_name=root.by_name, is_fixed=is_fixed
                 )
             )

@@ -189,9 +189,7 @@ _LOGS = (
 )
 _SHORT_WAY = (
     members(
-        f"{_CONNECTOR}.logger_connector._LoggerConnector",
-        "_callback_metrics _logged_metrics",
-        SHORT_WAY,
+        f"{_CONNECTOR}.logger_connector._LoggerConnector", "_callback_metrics _logged_metrics", SHORT_WAY
     ),
     PrivateName(f"{_EPOCH_LOOP}.advance", (SHORT_WAY,), _is_as_it_was_read),
     members(_EPOCH_LOOP, "_skip_next_val _warning_cache", SHORT_WAY),

@@ -13,9 +13,7 @@ TORCHMETRICS = (
         _METRIC, "_defaults _reductions _forward_cache _computed _update_count _update_called", METRICS
     ),
     members(
-        _COLLECTION,
-        "_groups _modules _groups_checked _enable_compute_groups _state_is_copy",
-        METRICS,
+        _COLLECTION, "_groups _modules _groups_checked _enable_compute_groups _state_is_copy", METRICS
     ),
     *named(_COLLECTION, "_set_name", METRICS, probe=accepts("self", "name")),
     *named(_COLLECTION, "_compute_and_reduce", METRICS),

@@ -45,8 +45,7 @@ def position_of(stream: torch.cuda.Stream) -> tuple[int, ...] | None:
     status, capture, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     nodes, number = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
     failed = function(
-        ctypes.c_void_p(stream.cuda_stream),
-        *map(ctypes.byref, (status, capture, graph, nodes, number)),
+        ctypes.c_void_p(stream.cuda_stream), *map(ctypes.byref, (status, capture, graph, nodes, number))
     )
     if failed or status.value != _ACTIVE:
         return None

@@ -86,12 +86,7 @@ class FitClock:
             self._await_first()
 
     def ended(
-        self,
-        marks: StepMarks | None,
-        step: int,
-        is_next_due: bool,
-        batch: int = 0,
-        is_last: bool = True,
+        self, marks: StepMarks | None, step: int, is_next_due: bool, batch: int = 0, is_last: bool = True
     ) -> None:
         """Note that a step has been launched, and read the steps that have ended.
 

@@ -21,13 +21,7 @@ class Dashboard(ReadingWindow):
     most), and at the end.
     """
 
-    def __init__(
-        self,
-        writer: TensorBoardWriter,
-        window_readings: int,
-        model: str,
-        device: str,
-    ) -> None:
+    def __init__(self, writer: TensorBoardWriter, window_readings: int, model: str, device: str) -> None:
         super().__init__(window_readings)
         self._writer = writer
         self._model = model

@@ -148,12 +148,7 @@ class RankTimes(Sink):
     """
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        window_steps: int,
-        on_table: Callable[[RankTable], None],
+        self, store: Any, rank: int, size: int, window_steps: int, on_table: Callable[[RankTable], None]
     ) -> None:
         self._store = store
         self._rank = rank

@@ -114,11 +114,7 @@ def _measured(
 
 
 def _fit(
-    trainer: pl.Trainer,
-    callbacks: list[Callback],
-    module: pl.LightningModule,
-    batches: Any,
-    steps: int,
+    trainer: pl.Trainer, callbacks: list[Callback], module: pl.LightningModule, batches: Any, steps: int
 ) -> None:
     """Let a trainer take a few steps with a copy of a module."""
     trainer.callbacks = [*callbacks, *callbacks_of(trainer)]  # type: ignore[attr-defined]

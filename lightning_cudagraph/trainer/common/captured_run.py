@@ -11,12 +11,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_cudagraph.checks.audit.frozen import StepAudit, frozen_python_audit
-from lightning_cudagraph.checks.guards.guards import (
-    GuardedValues,
-    Guards,
-    OutsideModel,
-    Unguarded,
-)
+from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.compat.attributes import setting

@@ -133,9 +133,7 @@ def _seeds() -> dict[CodeType, tuple[str, str]]:
 
 
 def host_rules(
-    trainer: pl.Trainer,
-    harmless: frozenset[str],
-    stays_on_host: Callable[[Any], bool] = is_metric,
+    trainer: pl.Trainer, harmless: frozenset[str], stays_on_host: Callable[[Any], bool] = is_metric
 ) -> HostRules:
     """Return the rules for one run."""
     schedulers = {LRScheduler, *(type(c.scheduler) for c in trainer.lr_scheduler_configs)}

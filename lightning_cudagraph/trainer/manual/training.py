@@ -286,12 +286,7 @@ class _ManualRecorder(StepRecorder):
             return super().run(arguments)
 
     def record(
-        self,
-        batch: Any,
-        arguments: Arguments,
-        habits: GradientHabits,
-        guards: Guards,
-        capturing: bool,
+        self, batch: Any, arguments: Arguments, habits: GradientHabits, guards: Guards, capturing: bool
     ) -> StepResult:
         trainer, logs, numbers = self.whole.trainer, self.whole.logs, self.whole.numbers
         reads = self.whole.host_reads if capturing else None

@@ -55,11 +55,7 @@ class GraphedOptimization(_AutomaticOptimization):
         """Do nothing yet: `install` takes over the attributes of the loop's own object."""
 
     def install(
-        self,
-        loop: _TrainingEpochLoop,
-        call: Call,
-        skipped: Callable[[str], None],
-        patches: ExitStack,
+        self, loop: _TrainingEpochLoop, call: Call, skipped: Callable[[str], None], patches: ExitStack
     ) -> None:
         """Replace the loop's own object, with its attributes, until `patches` is closed."""
         original = loop.automatic_optimization

@@ -32,19 +32,11 @@ from lightning_cudagraph.compat.names.lightning_names import (
     _TrainingEpochLoop,
 )
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.trainer.config.support import (
-    callbacks_of,
-    described_hook,
-    is_overridden,
-)
+from lightning_cudagraph.trainer.config.support import callbacks_of, described_hook, is_overridden
 from lightning_cudagraph.trainer.training.conditions import AROUND, PATCHED, Conditions
 from lightning_cudagraph.trainer.training.hooks.averages import Averages
 from lightning_cudagraph.trainer.training.hooks.batch_hooks import BatchHooks
-from lightning_cudagraph.trainer.training.hooks.user_hooks import (
-    gradients_unseen,
-    is_known,
-    undisturbed,
-)
+from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen, is_known, undisturbed
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times.host_times import LOADER, LOGGERS, SCHEDULERS

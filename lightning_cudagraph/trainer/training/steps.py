@@ -57,11 +57,7 @@ class TrainingSteps:
     transfer: BatchTransfer
 
     def __init__(
-        self,
-        run: TrainingRun,
-        engine: StepEngine[StepOutputs],
-        verifier: Verifier,
-        recorder: Recorder,
+        self, run: TrainingRun, engine: StepEngine[StepOutputs], verifier: Verifier, recorder: Recorder
     ) -> None:
         self._run = run
         # Read in every replay, so held directly.

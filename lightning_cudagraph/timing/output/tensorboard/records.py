@@ -100,10 +100,7 @@ class ScalarRecords:
         self._places_in_record = self._places + _HEADER_BYTES
 
     def serialised(
-        self,
-        steps: NDArray[np.int64],
-        walltimes_s: NDArray[np.float64],
-        values: NDArray[np.floating],
+        self, steps: NDArray[np.int64], walltimes_s: NDArray[np.float64], values: NDArray[np.floating]
     ) -> NDArray[np.uint8]:
         """The records' bytes, shape ``(records, n_bytes)``, one for each row of values."""
         n = len(steps)

@@ -40,11 +40,7 @@ class TensorBoardWriter(Sink):
     not for TensorBoard are passed over, and so are spans with the tags `without_curve`.
     """
 
-    def __init__(
-        self,
-        loggers: Sequence[Logger],
-        without_curve: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, loggers: Sequence[Logger], without_curve: frozenset[str] = frozenset()) -> None:
         self._curves = curves_of(without_curve)
         self._writers = [
             LoggerWriter(x, self._curves) for x in loggers if isinstance(x, TensorBoardLogger)
