@@ -51,7 +51,6 @@ class Location:
 
     @property
     def lines(self) -> list[str]:
-        """The line in words; and that of the library."""
         text = f"{self.path}:{self.line}" + (f" (`{self.source}`)" if self.source else "")
         if self.called is None:
             return [text]

@@ -89,12 +89,10 @@ class _Tried(Generic[T]):
 
     @property
     def has_failed(self) -> bool:
-        """True if an error has ended the capture."""
         return self.failure is not None or bool(self.raised)
 
 
 def _discard(tried: _Tried[T]) -> None:
-    """Release what an attempt has left."""
     if tried.failure is not None:
         clear_frames(tried.failure)
         tried.failure = None
@@ -218,7 +216,6 @@ class Captures(Generic[T]):
         return tried
 
     def _tried_here(self, step: Step[T], signature: Signature) -> _Tried[T]:
-        """Try to capture a step in this process."""
         reads = self._graphs.reads
         has_values = signature.reads is not None and any(
             is_host_value(leaf) and not reads.counts(path, type(held(leaf)))

@@ -181,7 +181,6 @@ class StepEngine(Generic[T]):
 
     @property
     def notes(self) -> list[str]:
-        """Notes on the captures, for the report."""
         several = self._admission.notes
         values = [note] if (note := self.graphs.reads.note) else []
         others = [*self._guards.notes, *self._streams.notes, *self._compiled.notes]
@@ -210,7 +209,6 @@ class StepEngine(Generic[T]):
         return True
 
     def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> None:
-        """React to a step that cannot be captured, of a signature or of any."""
         self._invalidation.unsupported(error, signature)
 
     def leave(self) -> None:
@@ -223,7 +221,6 @@ class StepEngine(Generic[T]):
         self._run.announce(text)
 
     def close(self) -> None:
-        """Release the graphs."""
         try:
             self._invalidation.forget()
         finally:

@@ -215,7 +215,6 @@ class CapturedStep(Generic[T]):
 
     @property
     def has_breaks(self) -> bool:
-        """True if the step has graph breaks in this process."""
         return bool(self._instances[0].breaks)
 
     @property
@@ -265,7 +264,6 @@ class CapturedStep(Generic[T]):
         adopt(self._instances[0].gradients)
 
     def run_eagerly(self, step: Callable[[Any], T]) -> T:
-        """Run `step` eagerly on the static batch."""
         loan = self.static.lend_values()
         outputs = step(loan.batch)
         loan.refuse_changes()
@@ -347,7 +345,6 @@ class CapturedStep(Generic[T]):
                     parameter.grad = gradient.clone()
 
     def release(self) -> None:
-        """Release the graphs and their memory."""
         for instance in self._instances:
             self._backend.release(instance.graph)
         holds, self._holds = self._holds, None

@@ -35,7 +35,6 @@ class Replays(Generic[T]):
         self._invalidation = invalidation
 
     def replayed(self, step: Replay[T], captured: CapturedStep[T]) -> T:
-        """Run a step by a replay, and return the static outputs."""
         outputs = self._replay(captured, step, step.between if captured.has_breaks else None, step.timed)
         graphs = self._graphs.latest
         if graphs is not None and step.accumulation not in graphs.plain and self._is_plain(captured):

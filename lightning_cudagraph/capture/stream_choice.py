@@ -189,7 +189,6 @@ class StreamChoice:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report."""
         notes = list(self._notes)
         if self._barriers:
             most_common = Counter(self._barriers).most_common(_SHOWN)
@@ -224,7 +223,6 @@ class StreamChoice:
 
     @property
     def is_one(self) -> bool:
-        """True if captures are on one stream."""
         return self._streams == 1
 
     def send_back(self, reason: str) -> None:

@@ -168,7 +168,6 @@ class _Carried:
         self.namespace[self.name] = self.found
 
     def left_behind(self, outlive: set[int]) -> list[Tensor] | None:
-        """The tensors that the step has put there; None if they cannot be carried."""
         now, leaves, self.leaves = self.now, self.leaves, []
         if any(leaf.grad is not None for leaf in leaves) or _form_of(now) != self.form:
             return None

@@ -26,7 +26,6 @@ class Generators:
 
     @property
     def extra(self) -> list[torch.Generator]:
-        """The generators besides the default one."""
         return list(self._known.values())[1:]
 
     def knows(self, generator: torch.Generator) -> bool:

@@ -30,12 +30,10 @@ class HostWork:
         self.traced: dict[int, Any] = {}
 
     def add(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Add work to do before and after each launch."""
         self._work.append((before, after))
 
     @contextmanager
     def around_launch(self) -> Iterator[None]:
-        """Do the work around the launch in the `with` block."""
         for before, _ in self._work:
             before()
         yield

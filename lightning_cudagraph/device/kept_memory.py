@@ -45,7 +45,6 @@ class KeptMemory:
         self.made_inside.update(key for t in tensors if (key := storage_id(t)) not in self._saved)
 
     def put_back(self) -> None:
-        """Restore all copied storages."""
         with torch.no_grad():
             # Two storages may share memory (`from_dlpack`): the copy saved first holds the state before.
             for whole, saved in reversed(self._saved.values()):

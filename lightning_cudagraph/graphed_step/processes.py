@@ -79,11 +79,9 @@ class StepProcesses:
         self._peers.start(_TIMEOUT)
 
     def begin(self, digest: int) -> None:
-        """Begin a call, with the digest of its specialization."""
         self._digest = digest
 
     def vote(self, intent: Intent) -> tuple[Intent, Intent]:
-        """Vote on the plan for the call; see `Agreement`."""
         lowest, highest = self._peers.vote(Vote(intent, place=self._digest))
         if lowest.place != highest.place:
             # The arguments differ: all processes run eagerly, and keep their graphs.
@@ -95,11 +93,9 @@ class StepProcesses:
         return self._peers.gather(mine)
 
     def fail(self, error: BaseException) -> None:
-        """End the other processes too, because of `error`."""
         self._peers.fail(error)
 
     def close(self) -> None:
-        """Vote no more."""
         self._at_exit.cancel()
         self._peers.close()
 

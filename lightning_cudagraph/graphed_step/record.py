@@ -83,7 +83,6 @@ class StepResult:
     host_notes: list[Callable[[], object]]
 
     def values(self) -> dict[str, Tensor]:
-        """Return the values to compare after the step, by name."""
         named = compared_outputs(self.returned, "the output")
         for name, parameter in self.gradients.items():
             if parameter.grad is not None:
@@ -122,7 +121,6 @@ class StepRecorder:
         self._names = _argument_names(of.function)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Name the arguments of a call."""
         names = self._names[: len(args)]
         names += [f"argument {index}" for index in range(len(names), len(args))]
         if not kwargs.keys().isdisjoint(names):
@@ -278,7 +276,6 @@ def _handed(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _argument_names(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the positional arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C

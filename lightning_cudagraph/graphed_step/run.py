@@ -223,7 +223,6 @@ class StepRun:
 
     @property
     def summary(self) -> RunSummary:
-        """Summary of the calls."""
         return RunSummary(
             backend=self.backend.description,
             calls=StageSummary.of(self.counts, self._context.verifier.checked),
@@ -232,7 +231,6 @@ class StepRun:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report."""
         notes = [*self._context.verifier.notes, *self._notes]
         notes += [note for each in self._specializations.values() for note in each.engine.notes]
         off = notes_of_captures(self.backend.device)
@@ -252,7 +250,6 @@ class StepRun:
             yield f"{more} more {self._wording.signatures} were in warm-up at the end"
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function in the phase of its arguments."""
         arguments = self._recorder.arguments(args, kwargs)
         try:
             kind, graphs = self._specialization(arguments)
@@ -302,7 +299,6 @@ class StepRun:
     def _run(
         self, kind: _Specialization, arguments: Arguments, step: Step[StepResult]
     ) -> tuple[Phase, StepResult | None]:
-        """Run a step in its phase."""
         if self._reads is None:
             return kind.engine.step(step, kind.signature)
         version, captures = self._reads.version, self.counts.captures
@@ -333,7 +329,6 @@ class StepRun:
             self._last.engine.leave()
 
     def close(self) -> None:
-        """Release the graphs, and restore the optimizers."""
         with ExitStack() as stack:  # graphs first
             stack.callback(self._replicas.close)
             stack.callback(self._optimizers.close)

@@ -202,7 +202,8 @@ class GraphedStep(Generic[P, R]):
                 self._fail(error)
                 leave_users_frames(error)
                 raise
-            self._go_alone(error.reason)
+            self._refused = error.reason
+            self.close()
             self._summary = RunSummary(refused=f"all calls eager. {error.reason}")
         except BaseException as error:
             self._fail(error)
@@ -270,11 +271,6 @@ class GraphedStep(Generic[P, R]):
                 device = next(wrapper.parameters()).device
                 self._processes = StepProcesses(device, weakref.WeakMethod(self._end))
         return self._processes
-
-    def _go_alone(self, reason: str) -> None:
-        """Call the function eagerly from now on, without votes."""
-        self._refused = reason
-        self.close()
 
     def _bound(self) -> Callable[P, R]:
         if self._function is None:

@@ -47,7 +47,6 @@ class PlainLoop:
         """Raise `UnsupportedError` if no step in this framework setup can be captured."""
 
     def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
-        """Return the rules of the audit for calls on the host."""
         return HostRules(
             moving=moving_rates(),
             refused={**scheduler_steps(), **scaler_calls(scaler)},

@@ -210,7 +210,6 @@ class HostSide:
         return None if change is None else f"`{change.name}` of {change.of}"
 
     def restore(self) -> None:
-        """Restore the record."""
         for key in [key for key in self._optimizer.state if key not in self._keys]:
             del self._optimizer.state[key]
         self._held.put_back()

@@ -51,7 +51,6 @@ class PreparedGroup:
         self._moving: set[_Part] = set()
 
     def fits(self, group: dict[str, Any]) -> bool:
-        """True if this preparation still fits `group`."""
         return group is self.group and isinstance(group["lr"], Tensor) == self._lr_is_tensor
 
     def _parts(self) -> Iterator[tuple[_Part, Any]]:

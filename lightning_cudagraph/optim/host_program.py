@@ -83,7 +83,6 @@ class HostProgram:
         return value.node if isinstance(value, HostScalar) else self.constant(value)
 
     def value(self, node: int) -> Any:
-        """The value of a node at the capture."""
         return self._values[node]
 
     def scalar(self, node: int) -> HostScalar:

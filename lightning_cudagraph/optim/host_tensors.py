@@ -55,7 +55,6 @@ class Alike:
         return ("state", id(self))
 
     def are_equal(self) -> bool:
-        """True if all members have the same value."""
         size_bytes = self.together.element_size()
         return self.data[size_bytes:] == self.data[:-size_bytes]
 
@@ -65,7 +64,6 @@ class Alike:
         return [member.data_ptr() for member in self.members] == places
 
     def read(self) -> Tensor:
-        """A copy of the common value."""
         return self.together[0].clone()
 
 
@@ -154,7 +152,6 @@ class HostTensors:
         return parts
 
     def are_alike(self) -> bool:
-        """True if the tensors of each group are still equal."""
         return all(alike.are_equal() for alike in self.alike)
 
     def write(self, state: State) -> None:
@@ -177,7 +174,6 @@ class HostTensors:
 
 
 def _is_on_lists(group: dict[str, Any]) -> bool:
-    """True if a step works on lists of tensors."""
     # The default is that of `torch.optim.optimizer._default_to_fused_or_foreach`.
     foreach: bool | None = group["foreach"]
     if foreach is not None:

@@ -89,7 +89,6 @@ class EagerOptimizer:
         return {}
 
     def device_state(self) -> list[Tensor]:
-        """The tensors of `state_tensors` that a graph writes."""
         return []
 
     def addresses(self) -> dict[str, Any]:

@@ -53,7 +53,6 @@ class PreparedScaler:
         self._applied_steps: Counter[int] = Counter()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the scaler that a step changes, by name."""
         found = {"the number of skipped steps": self.skipped_steps}
         for index, flag in enumerate(self.last_was_skipped.values()):
             found[f"the flag of a skipped step of optimizer {index}"] = flag

@@ -84,11 +84,9 @@ class OptimizerSteps:
         return [lease.prepared for lease in self._leases.values()]
 
     def stepped(self) -> list[Optimizer]:
-        """The optimizers."""
         return [prepared.optimizer for prepared in self._prepared]
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of the optimizers, by name."""
         return {
             self._named(
                 f"parameter {index} in param group {group_idx} of the optimizer", name
@@ -128,15 +126,12 @@ class OptimizerSteps:
         return [place for prepared in self._prepared for place in prepared.places()]
 
     def learning_rates(self) -> tuple[Any, ...]:
-        """The learning rates of all param groups."""
         return tuple(rate for prepared in self._prepared for rate in prepared.learning_rates())
 
     def addresses(self) -> dict[str, Any]:
-        """The identity of the tensors that the optimizers work on, by name."""
         return self._labelled(PreparedOptimizer.addresses)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The tensors that the steps change besides parameters, by name."""
         found = self._states()
         return found if self.scaler is None else {**self.scaler.tensors(), **found}
 

@@ -34,6 +34,5 @@ class AtExit:
             self._act(None if error is self._earlier else error)
 
     def cancel(self) -> None:
-        """Unregister the function."""
         atexit.unregister(self)
         self._finalizer.cancel()

@@ -54,7 +54,6 @@ class DDPState:
         return self._averaged_steps >= _SORTED_AFTER and min(averaging, default=_TIMED) >= _TIMED
 
     def ran(self) -> None:
-        """Record that an eager step has completed."""
         self._averaged_steps += all(self.left())
 
     def left(self) -> tuple[bool, ...]:
@@ -62,7 +61,6 @@ class DDPState:
         return tuple(ddp.require_forward_param_sync for ddp in self.wrappers)
 
     def leave(self, left: tuple[bool, ...]) -> None:
-        """Set the state that an eager step leaves, as `left` returned it."""
         for ddp, value in zip(self.wrappers, left, strict=True):
             ddp.require_forward_param_sync = value
 

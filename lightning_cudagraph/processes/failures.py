@@ -181,7 +181,6 @@ class Failures:
                 threading.Event().wait(_POLL_S)
 
     def _read(self) -> None:
-        """Read the reports of the others in the store."""
         known = (self._failed, self.has_ended)
         if self._failed is None and self._store.check([_FAILED]):
             self._failed = self._store.get(_FAILED).decode()

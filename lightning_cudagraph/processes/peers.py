@@ -61,12 +61,10 @@ class Vote(NamedTuple):
     place: int = 0
 
     def packed(self) -> int:
-        """The vote as one number."""
         return self.place << 5 | self.is_last << 4 | self.sigterm << 3 | self.intent
 
     @classmethod
     def unpacked(cls, word: int) -> Vote:
-        """The vote packed in a number."""
         return cls(word & 7, word >> 3 & 1, word >> 4 & 1, word >> 5)
 
 
@@ -114,7 +112,6 @@ class Peers:
         self._failures.watch(device)
 
     def start(self, timeout: timedelta) -> None:
-        """Prepare votes."""
         self._timeout_s = timeout.total_seconds()
         self._page = self._failures.page = self._shared_page()
         if self._page is None:
@@ -298,7 +295,6 @@ class Peers:
             raise self._failures.error(f"the store is gone ({error})") from error
 
     def _refuse_exited(self, keys: list[str]) -> None:
-        """Refuse to wait for a process that has ended."""
         exited = own_store(_EXITED)
         for rank, key in enumerate(keys):
             if exited.check([str(rank)]) and not self._store.check([key]):
@@ -339,7 +335,6 @@ class Peers:
         self._leave_group()
 
     def close(self) -> None:
-        """Leave all votes."""
         if self._page is not None:
             self._page.leave(takes_back=False)
         if not self._has_failed:

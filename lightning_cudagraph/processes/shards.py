@@ -116,7 +116,6 @@ class Shards:
         )
 
     def described(self) -> dict[str, Any]:
-        """The settings by name."""
         return {
             f"`{name}` of `fully_shard` ({index})": value
             for index, state in enumerate(self._states())
@@ -125,7 +124,6 @@ class Shards:
         }
 
     def ran(self) -> None:
-        """Record that an eager step has completed."""
         self._is_unreduced = self._is_off(*_REDUCING)
 
     def eager_reason(self) -> str:
@@ -212,7 +210,6 @@ class _Remembered:
             self._part._training_state = self._values["_training_state"]
 
     def put_back(self) -> None:
-        """Restore the snapshot."""
         vars(self._part).clear()
         vars(self._part).update(self._values)
         for container, content in self._contents:

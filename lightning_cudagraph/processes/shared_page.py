@@ -63,7 +63,6 @@ class SharedPage:
 
     @staticmethod
     def create(size: int) -> str:
-        """Create the file in shared memory; returns its path."""
         handle, path = tempfile.mkstemp(prefix="cudagraph-", dir=_SHARED_MEMORY)
         with os.fdopen(handle, "wb") as file:
             file.write(b"\0" * _n_bytes(size))

@@ -296,7 +296,6 @@ class HostReads:
 
     @property
     def is_any(self) -> bool:
-        """True if anything is read."""
         return bool(self._of)
 
     def computed(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -349,7 +348,6 @@ class HostReads:
             HostReads.captures -= 1
 
     def noting(self, path: str, value: Any) -> HostValue:
-        """A `HostValue` that notes a read here."""
         whole = HostRead(path, path, _itself)
         if type(value) is int:
             return self._number(whole, value, self._note, lambda read: False)

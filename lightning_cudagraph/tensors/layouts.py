@@ -67,7 +67,6 @@ class Layouts:
         return [*tensors, *map(local, tensors)] if self._are_split else tensors
 
     def changed(self, tensors: Sequence[Tensor | None]) -> bool:
-        """True if a tensor has another address or layout."""
         now = self._with_parts(tensors)
         if self._check is None or not self._check(*now):
             if [*map(_layout, now)] != self._layouts:

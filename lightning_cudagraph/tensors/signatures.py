@@ -44,27 +44,22 @@ class Signatures:
         self._before: dict[Signature, None] = {}
 
     def captured(self, signature: Signature) -> None:
-        """Note that a signature has a graph."""
         self._captured[signature] = None
         self._before.clear()
 
     def dropped(self, signatures: Iterable[Signature]) -> None:
-        """Note that signatures have no graph any more."""
         for signature in signatures:
             self._captured.pop(signature, None)
 
     def has_others(self, signature: Signature) -> bool:
-        """True if a signature other than this one has a graph."""
         return any(other != signature for other in self._captured)
 
     @property
     def is_any(self) -> bool:
-        """True if any signature has a graph."""
         return bool(self._captured)
 
     @property
     def is_full(self) -> bool:
-        """True if there is no room for one more signature."""
         return len(self._captured) >= self._max_captured
 
     def one_too_many(self, signature: Signature) -> str:

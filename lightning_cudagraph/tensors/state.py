@@ -115,7 +115,6 @@ class StaticState:
         self._arrange()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The places, by label."""
         return {slot.label: slot.place for slot in self._slots.values()}
 
     def _untouched(self) -> bool:

@@ -140,7 +140,6 @@ class Distributed:
         return None if peers is None else SharedRun(f"graphs/{peers.number}", lambda: peers.waited_s)
 
     def compare(self, arguments: Mapping[str, Any], refused: UnsupportedError | None = None) -> None:
-        """Compare the processes at the start of training."""
         if self._peers is None:
             return
         asked = {f"argument `{name}`": repr(value) for name, value in arguments.items()}
@@ -189,7 +188,6 @@ class Distributed:
         self._vote_at(_VALIDATION)
 
     def vote(self, intent: Intent) -> tuple[Intent, Intent]:
-        """Vote on the plan for a batch; see `Agreement`."""
         return self._vote_at(_STEP, intent)
 
     def gather(self, mine: T) -> list[T]:

@@ -150,7 +150,6 @@ class GraphedEvaluation:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report."""
         notes = [*self._verifier.notes, *self._engine.notes, *self._run.metrics.notes]
         return [f"evaluation: {note}" for note in notes]
 
@@ -164,7 +163,6 @@ class GraphedEvaluation:
         patch_method(strategy, self._step_name, self._step, self._patches)
 
     def close(self) -> None:
-        """Remove the patches, and release graphs and their memory."""
         with ExitStack() as stack:  # all of them, even if one fails
             stack.callback(self._engine.close)
             stack.callback(self._patches.close)

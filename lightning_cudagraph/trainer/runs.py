@@ -109,7 +109,6 @@ class CapturedRuns:
         settings: Settings,
         stage: Stage,
     ) -> None:
-        """Make the captured evaluation, if there is none."""
         if self.evaluation is None:
             found = self.backend(trainer, backend)
             self.evaluation = GraphedEvaluation(trainer, module, found, settings, stage)
@@ -122,7 +121,6 @@ class CapturedRuns:
         self.evaluation.start()
 
     def close(self) -> None:
-        """Release everything, and undo all patches."""
         training, self.training = self.training, None
         evaluation, self.evaluation = self.evaluation, None
         processes, self.processes = self.processes, None

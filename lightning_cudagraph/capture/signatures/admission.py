@@ -121,7 +121,6 @@ class Admission(Generic[T]):
         return self._run.signatures.has_others(signature)
 
     def begin_warm_up(self, signature: Signature) -> None:
-        """Begin the warm-up of a signature."""
         is_later = self._run.earns_graphs and (len(self._graphs) > 0 or self._are_many)
         self._warm_ups.begin(signature, is_later)
 
@@ -144,7 +143,6 @@ class Admission(Generic[T]):
             )
 
     def captured(self, signature: Signature) -> None:
-        """Note that a signature has a graph now."""
         self._first = self._first or signature
         self._have_several = self._have_several or len(self._graphs) > 1
 
@@ -155,7 +153,6 @@ class Admission(Generic[T]):
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report."""
         notes = []
         if self._run.earns_graphs and self._have_several:
             word = self._run.wording.signature

@@ -46,7 +46,6 @@ class GraphsOfSignature(Generic[T]):
 
     @property
     def replays(self) -> int:
-        """Number of their replays."""
         return sum(captured.replays for captured in self.by_place.values())
 
 
@@ -85,12 +84,10 @@ class GraphsBySignature(Generic[T]):
         return Signature(step.batch, self._device, step.specialization, self.reads, step.numbers)
 
     def get(self, signature: Signature, accumulation: AccumulationPhase) -> CapturedStep[T] | None:
-        """Return the captured step of this signature and phase, or None."""
         graphs = self._graphs.get(signature)
         return None if graphs is None else graphs.by_place.get(accumulation)
 
     def add(self, signature: Signature, step: Step[T], captured: CapturedStep[T]) -> None:
-        """Add a captured step."""
         if (graphs := self._graphs.get(signature)) is None:
             is_timed = self.is_timed(signature)
             graphs = GraphsOfSignature(signature, captured.static, step.specialization, is_timed)
@@ -112,11 +109,9 @@ class GraphsBySignature(Generic[T]):
         self.latest = graphs
 
     def of(self, signature: Signature) -> GraphsOfSignature[T] | None:
-        """Return the graphs of a signature, or None."""
         return self._graphs.get(signature)
 
     def all(self) -> list[CapturedStep[T]]:
-        """Return all captured steps."""
         return self._all
 
     def clear_plain(self) -> None:
@@ -125,14 +120,12 @@ class GraphsBySignature(Generic[T]):
             graphs.plain.clear()
 
     def release(self) -> None:
-        """Release all graphs and their memory."""
         for signature in [*self._graphs]:
             self.discard(signature)
         if not self._shares_reads:
             self.reads.forget()
 
     def discard(self, signature: Signature) -> None:
-        """Release the graphs of a signature, if it has any."""
         if (graphs := self._graphs.pop(signature, None)) is None:
             return
         graphs.plain.clear()
@@ -145,11 +138,9 @@ class GraphsBySignature(Generic[T]):
         graphs.by_place.clear()  # a batch in its static batch may still refer to them
 
     def least_recent(self) -> GraphsOfSignature[T] | None:
-        """Return the least recently used graphs; None if there are none."""
         return min(self._graphs.values(), key=lambda graphs: graphs.last_use, default=None)
 
     def static_of(self, signature: Signature) -> StaticBatch | None:
-        """Return the static batch of a signature that has a graph, or None."""
         graphs = self._graphs.get(signature)
         return None if graphs is None else graphs.static
 

@@ -80,7 +80,6 @@ class WarmUps:
         self._begun[signature] = _WarmUp(min(_LATER_STEPS, self._steps) if is_later else self._steps)
 
     def done(self, signature: Signature, accumulation: AccumulationPhase) -> None:
-        """Count a step that has returned."""
         if self.left(signature, accumulation) > 0:
             self._begun[signature].done.setdefault(accumulation, []).append(signature)
 

@@ -87,7 +87,6 @@ class Effects:
         self.kind: tuple[Hashable, Hashable] = (None, None)
 
     def forget(self) -> None:
-        """Forget the effects."""
         self._found.clear()
         self._hiding.clear()
 

@@ -94,7 +94,6 @@ class StepAudit:
         self.after_backward = False
 
     def begin(self, noted: FirstRefusal) -> None:
-        """Begin a run of the step."""
         self._noted = noted
         self.after_backward = False
 
@@ -134,7 +133,6 @@ class StepAudit:
         refuse(error, subject)
 
     def put_back(self) -> None:
-        """Restore all watched objects."""
         self.state.put_back()
         for tensor, as_it_was, address in self._storages.values():
             if address_of(tensor) != address:

@@ -52,7 +52,6 @@ class MentionedNames:
 
     @classmethod
     def union(cls, parts: Iterable[MentionedNames]) -> MentionedNames:
-        """The names that any of several steps mentions."""
         whole = cls()
         for part in parts:
             whole.names |= part.names
@@ -99,7 +98,6 @@ class MentionedNames:
             self.user_globals += [(inner, name) for name in names]
 
     def _add_users_code(self, code: CodeType) -> None:
-        """Add the names and the string constants of a piece of user code."""
         self.users_code.append(code)
         self.users.update(code.co_names)
         texts = self.texts.setdefault(code.co_filename, set())
@@ -114,10 +112,6 @@ class MentionedNames:
         elsewhere they are labels, such as names of logged values.
         """
         return self.users.union(*(self.texts[file] for file in self.finds_by_text))
-
-    def all_texts(self) -> set[str]:
-        """The string constants of user code that can name an attribute."""
-        return set().union(*self.texts.values())
 
     def cells(self) -> Iterator[tuple[CellType, str, str]]:
         """The cells of closure variables, with the names of variable and function."""

@@ -28,7 +28,6 @@ class Change(str):
 
     @classmethod
     def of(cls, moved: Moved, codes: Sequence[CodeType]) -> Change:
-        """The change of a part that the step reads."""
         change = cls(moved.words)
         change.location = first_line(moved.attribute, True, codes)
         # Contents of a buffer are compared as bytes, without a label.

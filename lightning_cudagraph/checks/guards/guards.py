@@ -147,7 +147,6 @@ class Guards:
         return self._moves[-1] if self._moves and all(self._moves) else None
 
     def all_mentioned(self) -> MentionedNames:
-        """The names that any captured step mentions."""
         return MentionedNames.union(self.mentioned)
 
     def changes_from_now(self) -> Callable[[], list[Moved]]:
@@ -162,7 +161,6 @@ class Guards:
         return changes
 
     def take(self) -> None:
-        """Record the present state, at a capture."""
         self._take_walk()
         self._reads = [(label, read, read()) for label, read in self.all_mentioned().reads.items()]
         self._structure = Structure(
@@ -246,7 +244,6 @@ class Guards:
     def _roots_of_modules(
         self, model: nn.Module, before: str, reads: Callable[[nn.Module], frozenset[str]]
     ) -> Iterator[Root]:
-        """Roots for all modules of a model, its parameters and its buffers."""
         unguarded = self._unguarded
         names = unguarded.names - TABLES
         for name, module in model.named_modules(prefix=before):
@@ -379,7 +376,6 @@ def _is_users_alone(kind: type) -> bool:
 
 
 def _properties_of(kind: type) -> set[str]:
-    """The names of the properties of a class that can be set."""
     return {
         name
         for base in lineage(kind)
@@ -398,7 +394,7 @@ def _rates_unless_mentioned(
     mentioned: MentionedNames, users: frozenset[str]
 ) -> Callable[[dict[Any, Any]], frozenset[str]]:
     """Omit the learning rate from a param group if the step mentions only its parameters."""
-    texts = mentioned.all_texts()
+    texts = set().union(*mentioned.texts.values())
     wants_all = "lr" in texts or "params" not in texts or not users.isdisjoint(("items", "values"))
 
     def omitted(value: dict[Any, Any]) -> frozenset[str]:

@@ -31,7 +31,6 @@ class Members:
         self._were = [*chain.from_iterable(self._filled)]
 
     def changed(self) -> bool:
-        """True if a member was added, removed or replaced."""
         if self._dicts.changed():
             return True
         now = chain.from_iterable(self._filled)

@@ -99,7 +99,6 @@ def _tables_of_hooks(modules: list[nn.Module], parameters: list[nn.Parameter]) -
 
 
 def _hooks_of(parameters: list[nn.Parameter]) -> list[tuple[nn.Parameter, str, Any]]:
-    """The tables of hooks of parameters, by parameter and kind."""
     found = [(p, kind, getattr(p, kind, None)) for p in parameters for kind in TENSOR_HOOKS]
     return [each for each in found if each[2] is not None]
 

@@ -35,7 +35,6 @@ class ComparedReplays:
     spread: dict[str, float] = field(default_factory=dict)
 
     def add(self, found: _Values) -> None:
-        """Add the values after one more replay."""
         for name in names_that_differ(found, self.first):
             apart = distance(self.first[name], found[name])
             self.spread[name] = max(self.spread.get(name, 0.0), apart)

@@ -79,11 +79,9 @@ class HeldIterators:
         _exchange(node, holds_iterator, partial(self._replacement, node.of))
 
     def put_back(self, node: Node) -> None:
-        """Put the iterators of an object back."""
         _exchange(node, lambda part: id(part) in self._held, lambda part, _: self._held[id(part)][1])
 
     def _replacement(self, of: str, value: Any, path: str) -> Any:
-        """The replacement for an iterator, or for a tuple with iterators."""
         if not holds_iterator(value) or path in self._harmless:
             return value
         if is_iterator(value):

@@ -84,7 +84,6 @@ class Node:
         self.parts = self.read()
 
     def ignores(self, label: Any) -> bool:
-        """True for a part that is not compared."""
         is_private = PRIVATE in self.ignored and isinstance(label, str) and label.startswith("_")
         return is_private or label in self.ignored
 
@@ -93,7 +92,6 @@ class Node:
         return self.is_read and (not isinstance(label, str) or not label or label in self.reads)
 
     def changes(self) -> Iterator[Moved]:
-        """The parts that differ from the record."""
         now = self.read()
         if now.keys() == self.parts.keys() and [*now] != [*self.parts] and not self.ignored:
             yield Moved(self, None, UNSET, UNSET)
@@ -116,7 +114,6 @@ class Node:
                 yield joined(self.path, label)
 
     def put_back(self, parts: Parts) -> None:
-        """Restore the compared parts to `parts`."""
         if self.write is None:
             return
         now = self.read()
@@ -168,12 +165,10 @@ class Moved(NamedTuple):
 
     @property
     def holder(self) -> Any:
-        """The object that holds the part."""
         return self.node.owner
 
     @property
     def draws(self) -> bool:
-        """True for a random generator that was drawn from."""
         return self.node.draws
 
     @property
@@ -201,7 +196,6 @@ class Moved(NamedTuple):
         return not self.registered and self.is_under(names)
 
     def is_under(self, names: Collection[str]) -> bool:
-        """True if the path is one of `names`, or lies under one."""
         return any(self.path == at or self.path.startswith((f"{at}.", f"{at}[")) for at in names)
 
     @property

@@ -44,7 +44,6 @@ class QuickComparison:
         self.remember()
 
     def remember(self) -> None:
-        """Record the present parts."""
         self.dicts.remember(self.dicts.changed())
         self._were = self._referents()
         counts = [len(gc.get_referents(holder)) for holder in self._holders]

@@ -41,14 +41,6 @@ class Root:
     is_fixed: bool = False
 
 
-def _no_roots(module: nn.Module, path: str, of: str) -> Iterable[Root]:
-    return ()
-
-
-def _nothing(value: dict[Any, Any]) -> frozenset[str]:
-    return frozenset()
-
-
 class Scope(NamedTuple):
     """The limits of a walk.
 
@@ -68,8 +60,8 @@ class Scope(NamedTuple):
     stops: tuple[type, ...] = ()
     ignored: Collection[tuple[str, str]] = ()
     reads: frozenset[str] = frozenset()
-    modules: Callable[[nn.Module, str, str], Iterable[Root]] = _no_roots
-    omitted: Callable[[dict[Any, Any]], frozenset[str]] = _nothing
+    modules: Callable[[nn.Module, str, str], Iterable[Root]] = lambda module, path, of: ()
+    omitted: Callable[[dict[Any, Any]], frozenset[str]] = lambda value: frozenset()
     in_capture: bool = False
     harmless: frozenset[str] = frozenset()
     enters: tuple[type, ...] = ()

@@ -104,7 +104,6 @@ class Versions:
         )
 
     def remember(self, positions: Iterable[int]) -> None:
-        """Record the present contents of the dictionaries at `positions`."""
         self._numbers = self._now()
         for index in positions:
             self._contents[index] = self._content(index)

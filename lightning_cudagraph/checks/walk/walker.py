@@ -89,7 +89,6 @@ def _is_imported(module: ModuleType) -> bool:
 
 
 def _is_globals(value: dict[Any, Any]) -> bool:
-    """True for the namespace of a module."""
     module = sys.modules.get(str(dict.get(value, "__name__")))
     return module is not None and vars(module) is value
 
@@ -119,8 +118,8 @@ class Walk:
         self.add(*self._roots)
 
     def add(self, *roots: Root) -> None:
-        """Walk on from more roots."""
-        self._enqueue(roots)
+        for root in roots:
+            self._enqueue(root)
         while (queue := self._queue or self._unread) and len(self._seen) < _MAX_OBJECTS:
             root = queue.popleft()
             if id(root.value) not in self._seen and (root.is_entered or self._enters(root)):
@@ -130,16 +129,11 @@ class Walk:
         self._queue.clear()
         self._unread.clear()
 
-    def _enqueue_one(self, root: Root) -> None:
+    def _enqueue(self, root: Root) -> None:
         (self._queue if root.is_read else self._unread).append(root)
-
-    def _enqueue(self, roots: Iterable[Root]) -> None:
-        for root in roots:
-            self._enqueue_one(root)
 
     @property
     def reached(self) -> list[Any]:
-        """The objects that were entered."""
         return [*self._seen.values()]
 
     @property
@@ -164,12 +158,10 @@ class Walk:
         return (moved for moved in node.changes() if (moved.of, moved.path) not in ignored)
 
     def record_again(self) -> None:
-        """Record the present parts of the same objects."""
         for node in self._all_nodes():
             node.parts = node.read()
 
     def put_back(self) -> None:
-        """Restore all recorded parts."""
         for node in self._all_nodes():
             node.put_back(node.parts)
 
@@ -249,11 +241,11 @@ class Walk:
             of_class = replace(root, path="", of=f"the class `{value.__qualname__}`")
             if is_users_class(value):
                 self._add(of_class)
-                self._enqueue_one(Root(kind, "", "", is_read=root.is_read))
+                self._enqueue(Root(kind, "", "", is_read=root.is_read))
             else:
                 self._pick(namespace_of(value), value, of_class)
         elif kind in _BOUND:
-            self._enqueue_one(replace(root, value=value.__self__, is_fixed=True))
+            self._enqueue(replace(root, value=value.__self__, is_fixed=True))
         elif issubclass(kind, nn.Module) and not root.is_entered:
             self._enter_hidden_module(root)
         elif issubclass(kind, (nn.Module, Tensor)):
@@ -274,7 +266,6 @@ class Walk:
                 self._add_classes(root)
 
     def _enter_hidden_module(self, root: Root) -> None:
-        """Enter a module that is none of the model's submodules."""
         del self._seen[id(root.value)]
         path = root.path or type(root.value).__qualname__
         # Of another object, such as the model of an earlier run, a path can be the same.
@@ -282,7 +273,8 @@ class Walk:
         same = self._paths[path]
         self.hidden[f"{path} ({same})" if same > 1 else path] = root.value
         found = self._scope.modules(root.value, root.path, root.of)
-        self._enqueue(replace(r, is_read=r.is_read and root.is_read) for r in found)
+        for each in found:
+            self._enqueue(replace(each, is_read=each.is_read and root.is_read))
 
     def _add_attributes(self, root: Root) -> None:
         attributes = attributes_of(root.value)
@@ -298,9 +290,9 @@ class Walk:
         """Enter the classes of an object: their attributes are read where it has none of its own."""
         for base in lineage(type(root.value)):
             if is_users_class(base):
-                self._enqueue_one(Root(base, "", "", is_read=root.is_read))
+                self._enqueue(Root(base, "", "", is_read=root.is_read))
             elif root.by_name:
-                self._enqueue_one(Root(base, "", "", reads=root.reads, is_read=root.is_read))
+                self._enqueue(Root(base, "", "", reads=root.reads, is_read=root.is_read))
 
     def _add_slots(self, root: Root) -> None:
         value = root.value
@@ -384,7 +376,7 @@ class Walk:
             path, of = joined(node.path, label), node.of
             if type(part) is CellType and type(node.owner) is FunctionType:
                 path, of = str(label), f"the closure of `{node.owner.__name__}`"
-            self._enqueue_one(
+            self._enqueue(
                 Root(
                     part, path, of, is_read=node.was_read(label), by_name=root.by_name, is_fixed=is_fixed
                 )

@@ -29,7 +29,6 @@ class CudaParts:
         self._events: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
-        """Begin the capture of the next part, on the current stream."""
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators.extra:
             graph.register_generator_state(generator)
@@ -43,14 +42,12 @@ class CudaParts:
         event.record(stream)
 
     def end(self) -> None:
-        """End the capture of the present part."""
         with warnings.catch_warnings():
             # A step that is refused before its first op leaves an empty graph.
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             self._graphs[-1].capture_end()
 
     def replay(self, between: Between | None = None) -> None:
-        """Run the parts, on the current stream."""
         for index, (graph, work) in enumerate(zip(self._graphs, self.work, strict=True)):
             if index and between is not None:
                 between(index - 1)
@@ -58,7 +55,6 @@ class CudaParts:
                 graph.replay()
 
     def reset(self) -> None:
-        """Release the graphs and their memory."""
         for graph in self._graphs:
             graph.reset()
         self.work.clear()

@@ -64,7 +64,6 @@ class HostEvent:
             self._passed.wait()
 
     def query(self) -> bool:
-        """True if it has been recorded."""
         return self._time_s is not None
 
     def elapsed_time(self, end: HostEvent) -> float:
@@ -142,16 +141,13 @@ class EmulatedGraph:
         _recording.value = self
 
     def capture_end(self) -> None:
-        """End the capture."""
         _recording.value = None
 
     @property
     def tape(self) -> _Tape:
-        """The part that is being captured."""
         return self._parts[-1]
 
     def add(self, op: TapedOp, placed: Placed | None, result: Any, inputs: list[Tensor]) -> None:
-        """Add an op that has run."""
         self.tape.add(op, placed, result, inputs)
         self._ops += 1
 
@@ -181,7 +177,6 @@ class EmulatedGraph:
                         op.run()
 
     def reset(self) -> None:
-        """Release the recorded ops and their memory."""
         self._parts = [Tape(self._streams)]
         self.work = [HostWork()]
         self.written.clear()

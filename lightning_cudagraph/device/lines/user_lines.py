@@ -46,10 +46,6 @@ _IN_BETWEEN = (
 )
 
 
-def _library_dirs() -> tuple[str, ...]:
-    return _dirs_of(*[getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES])
-
-
 @lru_cache(maxsize=8)  # called at each read that an audit sees; few libraries are imported later
 def _dirs_of(*files: str | None) -> tuple[str, ...]:
     return tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in files if file)
@@ -65,7 +61,8 @@ def _frames_outwards(frame: FrameType | None) -> Iterator[_Frame]:
 
 
 def _is_library(path: str) -> bool:
-    if path.startswith(_library_dirs()):
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
+    if path.startswith(_dirs_of(*files)):
         return True
     # Python's own modules, among which the installed packages usually lie.
     return path.startswith(_STDLIB_DIR) and "-packages" + os.sep not in path

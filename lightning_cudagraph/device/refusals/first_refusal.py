@@ -44,7 +44,6 @@ class Gathered:
         self._subjects: set[Hashable] = set()
 
     def add(self, error: UnsupportedError) -> None:
-        """Add the finding of an error, if it is not known."""
         key = error.findings[0].key if error.subject is None else error.subject
         if self.is_quiet or key in self._subjects:
             return

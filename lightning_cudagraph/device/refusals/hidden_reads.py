@@ -87,10 +87,6 @@ def reads_permitted() -> Iterator[None]:
         _permitted.discard(thread)
 
 
-def _is_permitted() -> bool:
-    return threading.get_ident() in _permitted
-
-
 def in_op(name: str, args: tuple[Any, ...]) -> Words | None:
     """Describe the host read in the kernel of an op, such as "aten::prod", or in its backward pass."""
     name = name.removesuffix("_")
@@ -104,7 +100,8 @@ def in_op(name: str, args: tuple[Any, ...]) -> Words | None:
     elif not given.ndim:
         return None
     has_gradient = given.requires_grad and torch.is_grad_enabled()
-    return words if has_gradient and not _is_permitted() else None
+    is_permitted = threading.get_ident() in _permitted
+    return words if has_gradient and not is_permitted else None
 
 
 def of_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Words | None:

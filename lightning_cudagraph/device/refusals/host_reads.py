@@ -116,7 +116,6 @@ class TorchCall:
 
     @property
     def name(self) -> str:
-        """The name of the function."""
         return getattr(self.func, "__name__", "")
 
 
@@ -168,7 +167,6 @@ def _is_sliced_with(where: Location, part: str) -> bool:
 
 
 def _decides_on_steps(where: Location) -> bool:
-    """True for a branch with steps of optimizers in it."""
     return re.search(r"\.step\(|manual_backward\(", _block(where)) is not None
 
 

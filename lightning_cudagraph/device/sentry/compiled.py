@@ -89,7 +89,6 @@ def _contexts() -> list[Any]:
 
 
 def _backend_of(context: Any) -> Any:
-    """The backend of a context."""
     found = getattr(context, "callback", None)
     while (inner := getattr(found, "_torchdynamo_orig_backend", None)) is not None:
         found = inner
@@ -181,7 +180,6 @@ class CompiledCode:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report."""
         if not self.is_called:
             return []
         return ["the step runs compiled code; a capture without torch.compile showed the Python in it"]

@@ -94,7 +94,6 @@ class KnownValues:
         return None if known is None else func(known)
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Record an op that has run."""
         written = written_by(func, args, kwargs)
         if written or func._schema.is_mutable:
             self._forget({*map(storage_id, written)})

@@ -53,7 +53,6 @@ class HostMemory:
         self.scalars: list[tuple[Tensor, Any]] = []
 
     def keep(self, pinned: Tensor) -> None:
-        """Keep a pinned tensor alive."""
         self._kept[id(pinned)] = pinned
 
     def pinned(self, value: Tensor) -> Tensor:

@@ -67,7 +67,6 @@ class _Memory:
         self._pieces: list[_Piece] = []
 
     def overlapping(self, span: Span) -> list[_Piece]:
-        """The pieces that overlap a range."""
         first, last = self._slice(span)
         return self._pieces[first:last]
 
@@ -100,7 +99,6 @@ class _Memory:
         return piece
 
     def clear(self) -> None:
-        """Forget all pieces."""
         self._starts.clear()
         self._pieces.clear()
 
@@ -124,10 +122,6 @@ class _Memory:
     def _put(self, first: int, last: int, pieces: list[_Piece]) -> None:
         self._pieces[first:last] = pieces
         self._starts[first:last] = [piece.start for piece in pieces]
-
-
-def _nothing(stream: int, time: float) -> Iterable[int]:
-    return ()
 
 
 class Flow:
@@ -184,7 +178,7 @@ class Flow:
         reads: Iterable[Span],
         writes: Iterable[Span],
         cost: float = 1.0,
-        also_after: Callable[[int, float], Iterable[int]] = _nothing,
+        also_after: Callable[[int, float], Iterable[int]] = lambda stream, time: (),
     ) -> Placed:
         """Place the next op.
 
@@ -249,7 +243,6 @@ class Flow:
         return self._ends[number]
 
     def comes_after(self, stream: int, index: int) -> bool:
-        """True if the next op of a stream comes after an op."""
         return index <= self._front or self._clocks[stream][self._stream_of[index]] >= index
 
     def _read_after_write(self, piece: _Piece) -> Iterator[int]:

@@ -41,7 +41,6 @@ class RecordedFlow:
         self.ops: list[RecordedOp | None] = []
 
     def run(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
-        """Run an op, and record it."""
         if only_looks(func):
             return run(func, args, kwargs)
         if self.ops and self._position() != self._left:

@@ -70,7 +70,6 @@ class _PooledStream:
         return self._used_bytes(snapshot) >= self._made_bytes
 
     def segments(self, snapshot: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The allocator's segments that belong to the pool."""
         # Filtered here: a snapshot of one pool over-releases the integers of the pool's id in torch
         # (pytorch#196366). From the 257th pool of a process on, Python frees them, and crashes later.
         pool = self.pool.id
@@ -162,7 +161,6 @@ class SideStream:
         self._pooled.keep_workspaces()
 
     def workspace_bytes(self, snapshot: list[dict[str, Any]]) -> int:
-        """Device memory of the workspaces, in bytes."""
         segments = self._pooled.segments(snapshot)
         return sum(segment["total_size"] for segment in segments)
 

@@ -38,7 +38,6 @@ class Tape(Generic[W]):
         self.barriers: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[W]:
-        """The calls in program order."""
         return iter(self._work)
 
     def place(self, func: Any, args: Any, kwargs: Any) -> Placed | None:
@@ -55,7 +54,6 @@ class Tape(Generic[W]):
         return self._flow.add(access.reads, writes, access.cost)
 
     def add(self, work: W, placed: Placed | None, result: Any = None, arguments: Any = ()) -> None:
-        """Append an op that has run."""
         if placed is None:
             placed = self._flow.barrier()
         waits = [*placed.waits]

@@ -121,7 +121,6 @@ class FitClock:
             self._await_first()
 
     def close(self) -> None:
-        """Close the sinks. Unread events are dropped."""
         self._unread.clear()
         self.interrupted()
         self._sinks.close()

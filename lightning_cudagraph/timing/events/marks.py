@@ -194,7 +194,6 @@ class StepMarks:
         return times_ms + self._collectives.begins_ms(times_ms)
 
     def _mark(self) -> int:
-        """Mark this point, and return the number of the mark."""
         if not self._is_recording:
             raise CUDAGraphError("A step was to be marked that is not being recorded.")
         position = self._backend.position()

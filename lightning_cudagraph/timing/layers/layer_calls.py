@@ -15,7 +15,6 @@ Layers = frozenset[str]  # their names
 
 
 def _next_number() -> int:
-    """The sequence number of the next node of this thread."""
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 

@@ -114,22 +114,18 @@ def _is_automatic(timings: LayerTimings) -> bool:
     return not (timings.modules or timings.types or timings.depth is not None)
 
 
-def _is_a_layer(module: nn.Module) -> bool:
-    """True for a module without parameters that is worth timing; metrics are modules too."""
-    is_metric = any("torchmetrics" in base.__module__ for base in type(module).__mro__)
-    return not isinstance(module, nn.Identity) and not is_metric
-
-
 def _children(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     found = []
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
+        is_metric = any("torchmetrics" in base.__module__ for base in type(child).__mro__)
+        is_trained = any(True for _ in child.parameters())
         if (
             isinstance(child, (nn.ModuleList, nn.ModuleDict))
             and type(child).forward is nn.Module.forward  # some subclasses have their own
         ):
             found += _children(path, child)  # these containers are never called themselves
-        elif any(True for _ in child.parameters()) or _is_a_layer(child):
+        elif is_trained or not (isinstance(child, nn.Identity) or is_metric):
             found.append((path, child))
     return found
 

@@ -87,7 +87,6 @@ class MetricsWriter(ReadingWindow):
         self._loggers = [logger for logger in self._loggers if self._log(logger, values_ms, step)]
 
     def _log(self, logger: Any, values_ms: dict[str, float], step: int) -> bool:
-        """Log the values; False, with a warning, if the logger raised."""
         try:
             logger.log_metrics(dict(values_ms), step=step)
         except Exception as error:  # of any kind, depending on the tracker's client

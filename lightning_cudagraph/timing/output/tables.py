@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,12 +65,6 @@ class Layer:
         return self.name.removeprefix(f"{self.containers[-1]}." if self.containers else "")
 
 
-def _containers(name: str, names: Collection[str]) -> tuple[str, ...]:
-    """Those of `names` that contain `name`, from the outermost to the innermost."""
-    ends = (index for index, letter in enumerate(name) if letter == ".")
-    return tuple(name[:end] for end in ends if name[:end] in names)
-
-
 def layers_of(summary: WindowSummary) -> list[Layer]:
     """The timed layers as a tree: each before its members, in the order of the model."""
     names = dict.fromkeys(
@@ -80,7 +73,11 @@ def layers_of(summary: WindowSummary) -> list[Layer]:
         for prefix in (FORWARD_TAG, BACKWARD_TAG)
         if tag.startswith(prefix) and tag in summary.times
     )
-    lineages = {name: (*_containers(name, names), name) for name in names}
+    # Each with those that contain it, from the outermost to the innermost.
+    lineages = {
+        name: (*(name[:end] for end, c in enumerate(name) if c == "." and name[:end] in names), name)
+        for name in names
+    }
     passes = {
         name: (summary.get(FORWARD_TAG + name), summary.get(BACKWARD_TAG + name)) for name in names
     }

@@ -91,12 +91,10 @@ class RankTable:
 
     @property
     def slowest(self) -> RankRow:
-        """The process with the most work of its own."""
         return max(self.rows, key=lambda row: row.p50_ms("work"))
 
     @property
     def fastest(self) -> RankRow:
-        """The process with the least work of its own."""
         return min(self.rows, key=lambda row: row.p50_ms("work"))
 
     @property

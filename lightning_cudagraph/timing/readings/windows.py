@@ -108,7 +108,6 @@ class WindowSummary:
 
     @cached_property
     def step(self) -> Times | None:
-        """The statistics of the steps' times; None if unknown."""
         return column_times(self.step_ms[:, None], self.step_ms)[0]
 
     @cached_property

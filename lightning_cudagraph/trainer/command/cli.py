@@ -88,7 +88,9 @@ def _doctor(args: list[str]) -> int:
                 _of_config(args) if args[0].startswith("-") else _of_function(args[0])
             )
             remedy = "Mend it where a `fit` without the callback raises it too; else please report it."
-            report = _callback_of(trainer).check(module, data, trainer)
+            found = [] if trainer is None else callbacks_of(trainer)
+            ours = (callback for callback in found if isinstance(callback, CUDAGraphCallback))
+            report = (next(ours, None) or CUDAGraphCallback()).check(module, data, trainer)
     except Exception as error:
         # Python would end with status 1, which says that the step was examined.
         print("\n".join(_lines_of(error, remedy)), file=sys.stderr)
@@ -128,8 +130,3 @@ def _of_function(name: str) -> _Made:
             " tuple of it, its data and a `Trainer`."
         )
     return module, data, trainer
-
-
-def _callback_of(trainer: pl.Trainer | None) -> CUDAGraphCallback:
-    found = [] if trainer is None else callbacks_of(trainer)
-    return next((c for c in found if isinstance(c, CUDAGraphCallback)), None) or CUDAGraphCallback()

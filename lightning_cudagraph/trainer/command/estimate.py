@@ -60,7 +60,6 @@ class Estimate:
 
     @property
     def is_launch_bound(self) -> bool | None:
-        """True if the device waits for the host; None if that was not measured."""
         gain = self.highest_gain
         return None if gain is None else gain >= _LAUNCH_BOUND
 

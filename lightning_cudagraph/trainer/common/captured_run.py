@@ -102,11 +102,9 @@ class CapturedRun:
         """Return the tracker of Lightning's loop that counts optimizer steps; None in an evaluation."""
 
     def guarded_values(self) -> GuardedValues:
-        """Return the values that graphs bake in."""
         return GuardedValues(self.metrics.described, self.precision, lambda: (self.metrics.fits(),))
 
     def outside(self) -> OutsideModel:
-        """Return the objects outside the model that steps use."""
         trainer = self.trainer
         return OutsideModel(
             around={"trainer": trainer},

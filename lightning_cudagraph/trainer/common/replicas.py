@@ -39,7 +39,6 @@ class Replicas(DDPState):
 
     @property
     def syncs(self) -> bool:
-        """True if the next step averages gradients."""
         return any(ddp.require_backward_grad_sync for ddp in self.wrappers)
 
     def described(self) -> dict[str, Any]:
@@ -52,7 +51,6 @@ class Replicas(DDPState):
         return (*(len(ddp._comm_hooks) for ddp in self.wrappers), *self.shards.settings())
 
     def ran(self) -> None:
-        """Count an eager step that has succeeded."""
         super().ran()
         self.shards.ran()
 

@@ -28,7 +28,6 @@ class Padding:
     def begin(
         self, trainer: pl.Trainer, stage: str, buckets: Sequence[Buckets], evaluation: bool
     ) -> None:
-        """Begin a stage."""
         if stage == TrainerFn.FITTING:
             self.close()  # of a run that ended without a teardown
         if buckets and not _are_padded(trainer):
@@ -37,13 +36,11 @@ class Padding:
         self._stages += 1
 
     def end(self) -> None:
-        """End a stage."""
         self._stages -= 1
         if self._stages == 0:
             self.close()
 
     def close(self) -> None:
-        """Pad no more."""
         self._stages = 0
         self._patches.close()
 

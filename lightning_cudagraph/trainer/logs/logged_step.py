@@ -34,7 +34,6 @@ class Log:
 
     @property
     def key(self) -> str:
-        """The key of the value in Lightning's results."""
         return f"{self.fx}.{self.name}"
 
 

@@ -57,7 +57,6 @@ class LoggedNumbers:
         self._kind: Hashable = None
 
     def begin_eager(self) -> None:
-        """Begin an eager step."""
         self._step = {}
         self._check = _no_check
 
@@ -68,7 +67,6 @@ class LoggedNumbers:
         self._warm_up.setdefault(kind, deque(maxlen=_MAX_STEPS)).append((kind, self._step))
 
     def begin_capture(self, kind: Hashable) -> None:
-        """Begin a step of this kind in a capture."""
         self._kind = kind
         seen: dict[_What, _Seen] = {}
         # Since a capture has read another host value, steps of one kind may be of several.

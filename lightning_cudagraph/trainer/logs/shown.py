@@ -28,7 +28,7 @@ class _Copy:
     """A copy of some values in host memory that the device will have made when an event has happened."""
 
     def __init__(self, values: Mapping[str, Tensor], event: Any) -> None:
-        self._event = event
+        self.event = event
         self._values = {
             name: torch.empty((), dtype=value.dtype, pin_memory=value.is_cuda)
             for name, value in values.items()
@@ -43,14 +43,7 @@ class _Copy:
     def queue(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
             self._values[name].copy_(value.reshape(()), non_blocking=True)
-        self._event.record()
-
-    def has_arrived(self) -> bool:
-        arrived: bool = self._event.query()
-        return arrived
-
-    def wait(self) -> None:
-        self._event.synchronize()
+        self.event.record()
 
     def numbers(self) -> dict[str, float]:
         return {name: value.item() for name, value in self._values.items()}
@@ -81,7 +74,6 @@ class ShownValues:
         self.waits = 0
 
     def drawn(self) -> AbstractContextManager[None]:
-        """Context of the hook of a bar that is drawn after a replay."""
         return setting(self, is_drawing=True)
 
     def metrics(self, results: Iterable[_ResultMetric]) -> dict[str, dict[str, Any]] | None:
@@ -100,12 +92,16 @@ class ShownValues:
         """The numbers to show for some values that the last step has logged, by name."""
         late = {name: value for name, value in values.items() if self._is_late(value)}
         if late:
-            self._take_arrived()
+            while self._under_way and self._under_way[0].event.query():
+                self._take()
             is_first = not late.keys() <= self._latest.keys()
             if is_first or len(self._under_way) < _MAX_COPIES:
                 self._queue(late)
             if is_first:
-                self._wait()
+                self.waits += 1
+                self._under_way[-1].event.synchronize()
+                while self._under_way:
+                    self._take()
         return {
             name: self._latest[name] if name in late else value.item() for name, value in values.items()
         }
@@ -125,16 +121,6 @@ class ShownValues:
             self._spare.remove(copy)
         copy.queue(late)
         self._under_way.append(copy)
-
-    def _take_arrived(self) -> None:
-        while self._under_way and self._under_way[0].has_arrived():
-            self._take()
-
-    def _wait(self) -> None:
-        self.waits += 1
-        self._under_way[-1].wait()
-        while self._under_way:
-            self._take()
 
     def _take(self) -> None:
         copy = self._under_way.popleft()

@@ -107,16 +107,13 @@ class ManualTraining:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on features that are off."""
         return notes_of_captures(self._run.backend.device)
 
     @property
     def stage(self) -> StageSummary:
-        """Counts of the steps so far."""
         return self._run.summary.calls
 
     def install(self) -> None:
-        """Install the patch."""
         patch_method(self._trainer.strategy, "training_step", self._training_step, self._patches)
 
     def close(self) -> None:
@@ -136,7 +133,6 @@ class ManualTraining:
     def finish(
         self, summary: RunSummary, notes: Sequence[str] = (), exception: BaseException | None = None
     ) -> RunSummary:
-        """Complete the summary of the run."""
         said = [*self._run.notes, *notes]
         if self._is_timed:
             said.append("layers are not timed in manual optimization")

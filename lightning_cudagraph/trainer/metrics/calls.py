@@ -236,7 +236,6 @@ class Later(Tensor):
         return later
 
     def refuse(self) -> None:
-        """Refuse a use of the value."""
         forbid(
             f"a use of what the metric `{self.call.name}` returns, which is known only after the replay",
             "Log it, or use it in `on_train_batch_end`." + KEEP_SUMS,

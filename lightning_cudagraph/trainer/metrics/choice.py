@@ -30,7 +30,7 @@ class MetricChoice:
         self._model = model
         self._trials = trials
         # Calls tried in warm-up, by metric and method: name, metric, and the reason against the graph.
-        self._tried: dict[tuple[int, str], tuple[str, Metric, str | None]] = {}
+        self.tried: dict[tuple[int, str], tuple[str, Metric, str | None]] = {}
         # In the warm-up step under way: calls of metrics by identity, updates of collections, and
         # metrics with a call that no graph can hold, with the reason.
         self._calls: Counter[int] = Counter()
@@ -50,7 +50,7 @@ class MetricChoice:
         self._calls.clear()
         self._updates.clear()
         inner = {id(part): part for _, metric in found for _, part in metrics_of(metric)}
-        self._tried = {key: tried for key, tried in self._tried.items() if key[0] in inner}
+        self.tried = {key: tried for key, tried in self.tried.items() if key[0] in inner}
         self._unsupported = {
             ident: "a method of it was replaced"
             for ident, part in inner.items()
@@ -62,10 +62,6 @@ class MetricChoice:
                     replaced(stack, metric, method, self._trying(name, metric, method))
             yield
         self._decide()
-
-    def was_tried(self, metric: nn.Module, method: str) -> bool:
-        """True if a warm-up step has called this method of the metric."""
-        return (id(metric), method) in self._tried
 
     def _trying(self, name: str, metric: Any, method: str) -> Callable[..., Any]:
         plain = getattr(metric, method)
@@ -88,7 +84,7 @@ class MetricChoice:
                     reason = self._trials.why_not(name, metric, method, args, kwargs)
                 if reason is not None:
                     self._unsupported.setdefault(id(metric), reason)
-                self._tried[id(metric), method] = (name, metric, reason)
+                self.tried[id(metric), method] = (name, metric, reason)
             with setting(self, _inside=True):
                 return plain(*args, **kwargs)
 
@@ -104,7 +100,7 @@ class MetricChoice:
                 if followers and calls != [updates, *(0 for _ in followers)]:
                     refused |= dict.fromkeys(group, "it shares a state, and is also called alone")
         metrics: dict[int, tuple[str, Metric]] = {}
-        for (ident, _), (name, metric, reason) in self._tried.items():
+        for (ident, _), (name, metric, reason) in self.tried.items():
             metrics[ident] = (name, metric)
             if reason is not None:
                 refused.setdefault(ident, reason)
@@ -114,7 +110,8 @@ class MetricChoice:
         while more := {
             ident: f"`{metrics[ident][0]}` and another metric on the host share one"
             for ident, members in inside.items()
-            if ident not in refused and (members & refused.keys() or _overlap(inside, ident, refused))
+            if ident not in refused
+            and any(members & {other, *inside.get(other, ())} for other in refused)
         }:
             refused |= more
         self.refused = refused
@@ -130,18 +127,9 @@ def calls_members(collection: MetricCollection, method: str) -> bool:
         return False
     if method == "forward":
         # The metrics of a group share one state, but each call of `forward` rebinds its own.
-        return not any(_follower_names(collection))
+        return all(len(group) < 2 for group in collection._groups.values())
     # The first update compares states on the host, to form groups.
     return collection._groups_checked or not collection._enable_compute_groups
-
-
-def _follower_names(collection: MetricCollection) -> list[str]:
-    return [name for group in collection._groups.values() for name in group[1:]]
-
-
-def _overlap(inside: dict[int, set[int]], ident: int, refused: dict[int, str]) -> bool:
-    """True if a metric shares a member with a refused one."""
-    return any(inside[ident] & inside[other] for other in refused if other in inside)
 
 
 @contextmanager

@@ -68,7 +68,6 @@ class MetricReads:
         self._read: dict[tuple[int, str], tuple[Metric, Location | None]] = {}
 
     def note(self, metric: Metric, name: str, where: Location | None) -> None:
-        """Add a read."""
         self._read.setdefault((id(metric), name), (metric, where))
 
     def first_of(self, metric: Metric, names: frozenset[str]) -> tuple[str, Location | None] | None:

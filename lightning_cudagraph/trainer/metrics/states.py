@@ -155,7 +155,6 @@ class StepMetrics:
         return self._state.described()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The states that a captured step writes, by name."""
         return self._state.tensors()
 
     def stays_on_host(self, module: Any) -> bool:
@@ -189,7 +188,7 @@ class StepMetrics:
                 note(GroupCall(metric, method))
                 return result
             if id(metric) in self._choice.in_graph:
-                if not self._choice.was_tried(metric, method):
+                if (id(metric), method) not in self._choice.tried:
                     forbid(
                         f"a call of `{name}.{method}`, which the steps before have not called",
                         "Call the metric in the same way in every step.",

@@ -57,7 +57,6 @@ class Conditions:
         self._values = [*map(dict.get, self._spaces, self._names)]
 
     def changed(self) -> bool:
-        """True if anything is not as it was."""
         return (
             self._trainer.strategy is not self._strategy
             or callbacks_of(self._trainer) != self._callbacks

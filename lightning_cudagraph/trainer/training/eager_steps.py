@@ -22,14 +22,12 @@ class EagerSteps:
         self._marks: StepMarks | None = None  # of the timed step that is under way
 
     def run(self, eagerly: Callable[[], object]) -> None:
-        """Run a step."""
         detach_recomputed(self._run.module)
         with self._run.logs.noted():
             eagerly()
         self._run.replicas.ran()
 
     def run_marked(self, eagerly: Callable[[], object], has_optimizer: bool) -> None:
-        """Run a step and time its parts."""
         trainer, times = self._run.trainer, self._run.times
         self._marks = marks = times.marks(has_optimizer)
         try:

@@ -258,7 +258,6 @@ class FastPath:
             self._settle()
 
     def _moved(self, batch: Any) -> Any:
-        """The batch on the device."""
         if self._prepares:
             with self._host.of_hook(self._module, _PREPARES):
                 batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)

@@ -120,7 +120,6 @@ class GraphedTraining:
 
     @property
     def counts(self) -> StepCounts:
-        """Counts of the steps so far."""
         return self._engine.counts
 
     @property
@@ -134,7 +133,6 @@ class GraphedTraining:
         self._part.agree(agreement)
 
     def install(self) -> None:
-        """Install all patches."""
         run, patches = self._run, self._patches
         patches.enter_context(run.replicas.unobserved())
         if run.settings.compile or is_step_compiled(self._module):
@@ -161,7 +159,6 @@ class GraphedTraining:
         patch_method(loop._results, "metrics", settled_metrics, patches)
 
     def close(self) -> None:
-        """Undo all patches, and release the graphs and their memory."""
         with ExitStack() as stack:  # closes every part, even if one of them fails
             stack.callback(self._run.logs.close)
             stack.callback(self._engine.close)
@@ -213,7 +210,6 @@ class GraphedTraining:
         return finished
 
     def _count(self) -> None:
-        """Show the counts of steps in TensorBoard."""
         counts = self.counts
         eager = counts.warmed_up + sum(counts.eager.values())
         self._times.count(counts.replayed, eager)

@@ -146,8 +146,6 @@ class TrainingSteps:
         return result
 
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
-        """Do the step of a closure: the call of `GraphClosure.__call__`."""
-
         def eagerly() -> Tensor | None:
             self.transfer.use_own(closure)
             return self._eager.call(closure, plain)

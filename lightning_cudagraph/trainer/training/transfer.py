@@ -115,7 +115,6 @@ class BatchTransfer:
         return not self._run.optimization._skip_backward and bool(self._graphs)
 
     def _copying(self) -> AbstractContextManager[None] | None:
-        """A context that times the transfer of a batch, or None if its step is not timed."""
         return self._clock.copying() if self._clock.is_due(self._run.steps_before) else None
 
     def _is_unseen(self) -> bool:

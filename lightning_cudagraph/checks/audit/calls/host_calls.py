@@ -356,7 +356,6 @@ class HostCalls:
         refuse(lost_effect(name, where, afterwards(where), "item_and_print"))
 
     def _is_inside_allowed(self, frame: FrameType | None) -> bool:
-        """True for a call by a function that the user allows."""
         while self._allowed_code and frame is not None:
             if id(frame.f_code) in self._allowed_code:
                 return True

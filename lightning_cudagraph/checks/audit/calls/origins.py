@@ -30,7 +30,6 @@ class Origins:
         self.by_file: dict[str, Origin] = {}
 
     def of(self, frame: FrameType) -> Origin:
-        """The owner of the code of a frame."""
         file = frame.f_code.co_filename
         if file.startswith("<"):  # several modules can share such a name
             return Origin.USERS if is_users(frame.f_code, frame.f_globals) else Origin.PASSES_ON
@@ -49,7 +48,6 @@ class Origins:
         return origin
 
     def is_users(self, frame: FrameType) -> bool:
-        """True for a frame of user code."""
         return self.of(frame) is Origin.USERS
 
     def asker(self, frame: FrameType | None) -> FrameType | None:

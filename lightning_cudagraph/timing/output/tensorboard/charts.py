@@ -124,7 +124,6 @@ class StepBand(Sink):
 
 
 def _band_tags(tag: str) -> list[str]:
-    """The tags of the percentiles of a span, from the lowest to the highest."""
     return [f"{_BAND_TAG}{tag.removeprefix(STEP_TAG)}/{name}" for name in ("p05", "p50", "p95")]
 
 

@@ -46,7 +46,6 @@ class LoggerWriter:
             write(self._logger.experiment)
 
     def write(self, readings: Sequence[Reading]) -> None:
-        """Put readings into the writer's queue."""
         self.attempt(lambda writer: self._write(writer, readings))
 
     def close(self) -> None:

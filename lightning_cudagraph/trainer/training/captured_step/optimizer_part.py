@@ -55,7 +55,6 @@ class OptimizerPart:
 
     @property
     def notes(self) -> list[str]:
-        """A note if the optimizer steps eagerly."""
         if not self.eager_reason:
             return []
         return [

@@ -92,5 +92,4 @@ class StepBody:
 
     @property
     def has_optimizer(self) -> bool:
-        """True if the optimizer's step is in the graph."""
         return self.accumulation.steps

@@ -190,7 +190,6 @@ class Recorder:
         }
 
     def returned_none(self) -> UnsupportedError:
-        """The error for a step without a loss."""
         return UnsupportedError(
             f"`{type(self._module).__qualname__}.training_step` returned None to skip the batch; a"
             " graph cannot skip.",

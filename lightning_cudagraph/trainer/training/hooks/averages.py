@@ -58,11 +58,9 @@ class Averages:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report."""
         return [note for average in self._found if (note := average.note)]
 
     def close(self) -> None:
-        """Release the graphs, and restore the methods."""
         with ExitStack() as stack:
             stack.callback(self._patches.close)
             for average in self._found:
@@ -113,7 +111,6 @@ class _Average:
         return f"{average} has a graph of its own, replayed for {self._update.counts.replayed} updates"
 
     def close(self) -> None:
-        """Release the graph."""
         update, self._update = self._update, None
         if update is not None:
             update.close()

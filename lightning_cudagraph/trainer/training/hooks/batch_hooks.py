@@ -65,7 +65,6 @@ class BatchHooks:
         return batch, response
 
     def end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Call the hooks after a step."""
         trainer, module, names, host = self._trainer, self._module, self._names, self._host
         before = names["_current_fx_name"]
         names["_current_fx_name"] = _END
@@ -94,7 +93,6 @@ class BatchHooks:
         return own
 
     def _copied(self, outputs: Any, hook: Any, position: int) -> Any:
-        """Copies of static outputs, if the hook reads them."""
         if not isinstance(outputs, StepOutputs) or ignores(hook, position):
             return outputs
         return self._steps.outputs(outputs)

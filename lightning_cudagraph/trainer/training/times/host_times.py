@@ -86,7 +86,6 @@ class HostTimes(AbstractContextManager[None]):
         self._lap(self._part)
 
     def _lap(self, part: str) -> None:
-        """Count the time since the last call for a part."""
         now_s, waited_before_s = perf_counter(), self._waited_before_s
         self._waited_before_s = self._waited_s()
         waited_s = self._waited_before_s - waited_before_s

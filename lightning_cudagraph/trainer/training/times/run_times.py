@@ -312,7 +312,6 @@ def _trace_file(trainer: pl.Trainer, store: Any) -> Callable[[], Path]:
 
 
 def _tensorboard_dir(trainer: pl.Trainer) -> str | None:
-    """The folder of the first `TensorBoardLogger`, if there is one."""
     found = (logger.log_dir for logger in trainer.loggers if isinstance(logger, TensorBoardLogger))
     return next((os.fspath(folder) for folder in found), None)
 
