@@ -243,7 +243,6 @@ class Wording:
     Attributes:
         steps: its steps, as the beginning of a sentence.
         signature: what tells its graphs apart.
-        signatures: the same of several.
         words: its own for parts of messages, by these; longer ones first.
     """
 

@@ -123,10 +123,6 @@ class Captures(Generic[T]):
         Returns:
             The captured step. Or None, the reason, and True if user code in this process raised it. The
             reason is empty if the step has read a host value that other steps had in its warm-up.
-
-        Raises:
-            UnsupportedError: if the step cannot be captured and `on_unsupported="raise"`. It names all
-                that was found.
         """
         if self._diagnosis is not None and (error := self._diagnosis.error) is not None:
             self._examine(step, error)

@@ -36,9 +36,8 @@ def _only_in_the_capture(raised: str) -> UnsupportedError:
 class StepEngine(Generic[T]):
     """Takes batches through their phases.
 
-    Args:
-        is_settled: returns True once steps create no more state; warm-up goes on until then.
-        reads: the reads of host values by steps of several engines; None for those of this one alone.
+    Warm-up goes on until `is_settled`: steps create no more state. Several engines may share `reads`,
+    the reads of host values by their steps.
     """
 
     def __init__(
@@ -73,10 +72,6 @@ class StepEngine(Generic[T]):
 
     def again(self, step: Replay[T], graphs: GraphsOfSignature[T] | None = None) -> T | None:
         """Replay by the fast path, if the step can take it.
-
-        Args:
-            graphs: those of the batch, if the caller has found them; the integers beside it may have
-                changed since.
 
         Returns:
             The static outputs. Or None: nothing has run, and the caller must call `step`.

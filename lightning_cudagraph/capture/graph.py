@@ -76,8 +76,6 @@ class CapturedStep(Generic[T]):
         one_place: all instances write gradients to the same addresses, for steps that add to them.
 
     Attributes:
-        replays: number of steps that were replays; counted by the caller.
-        mismatches: number of steps in a row for which it was `stale`; counted by the caller.
         tape: the ops of the step at its first verification.
         written: the tensors older than the step that it writes.
         has_breaks_anywhere: the step has graph breaks in at least one process of the run.
@@ -116,9 +114,6 @@ class CapturedStep(Generic[T]):
 
     def capture(self, record: Record[T], *timed: bool) -> None:
         """Capture further instances.
-
-        Args:
-            timed: for each, True if it has timing events. Instances of one kind form a ring.
 
         Raises:
             CaptureError: if no graph can hold the step. Gradients, memory and random state are as
@@ -330,8 +325,7 @@ class CapturedStep(Generic[T]):
     def is_kept(self, after_pause: bool) -> bool:
         """True if there is an external reference to a gradient of the graph, or to a view of one.
 
-        Args:
-            after_pause: user code may have run since the last step, even if none runs between any two.
+        After a pause, user code may have run even if none runs between any two steps.
         """
         return (
             self._holds is not None and (after_pause or self._runs_between) and self._holds.is_any_kept()

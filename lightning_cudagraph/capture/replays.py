@@ -47,9 +47,6 @@ class Replays(Generic[T]):
         Returns:
             The static outputs and an empty text. Or None and the reason why the step must run eagerly:
             nothing of it has happened then.
-
-        Raises:
-            UnsupportedError: if the results differ and `on_unsupported="raise"`.
         """
         replays = 0
 

@@ -38,9 +38,7 @@ class StepCounts:
 
     Attributes:
         evictions: signatures with released graphs, in favour of others.
-        eager: eager steps by reason, without warm-up.
         eager_by_signature: batches that were to run eagerly: their signature had not earned a graph.
-        recaptures: the reasons of invalidations, in order.
         not_captured: the reason why nothing was captured, if batches have too many signatures.
     """
 
@@ -98,11 +96,7 @@ class Replay(Generic[T]):
     numbers: Mapping[str, int] = field(default_factory=dict)
 
     def refresh(self, outputs: T | None) -> None:
-        """Bring host values to where the graph reads them.
-
-        Args:
-            outputs: the static outputs of the replay to come; None before a capture.
-        """
+        """Bring host values to where the graph reads them; `outputs` is None before a capture."""
 
     def upcoming(self, outputs: T) -> None:
         """Prepare for a timed replay, which overwrites the events of its static outputs."""
@@ -137,12 +131,7 @@ class Step(Replay[T], ABC):
 
     @abstractmethod
     def record(self, batch: Any, cut: BreakGraph, timed: bool) -> T:
-        """Run the step in a capture, and return the static outputs.
-
-        Args:
-            cut: to be called at graph breaks.
-            timed: record timing events.
-        """
+        """Run the step in a capture, with `cut` at graph breaks, and return the static outputs."""
 
     @abstractmethod
     def rehearse(self, batch: Any) -> T:

@@ -203,11 +203,7 @@ class StreamChoice:
     ) -> CapturedStep[Any]:
         """Capture a step on the chosen number of streams; the first call makes the choice.
 
-        Args:
-            state: returns all tensors that replays of a capture change, by name.
-
-        Returns:
-            The step; further instances are captured on the same number of streams.
+        `state` returns all tensors that replays of a capture change, by name.
         """
         if self._streams is None and dist.is_available() and dist.is_initialized():
             self._streams = 1

@@ -91,12 +91,9 @@ class _Carried:
         form: structure, shapes, strides, dtypes and devices of the value.
         buffers: the value inside a captured step: the same containers around static tensors.
         needs_grad: ids of the static tensors that replace tensors which required gradients.
-        host: the module's own value before the step.
         found: the value that a step on the static batch reads.
         leaves: leaf tensors in `found`; a gradient on one of them went back through the attribute.
         versions: version counters of the static tensors before the step.
-        is_set: the captured step rebinds the attribute.
-        is_read: a captured step can have read it.
     """
 
     namespace: dict[str, Any]
@@ -211,12 +208,7 @@ def _copy(into: list[Tensor], values: list[Tensor]) -> None:
 
 
 class ReboundAttributes:
-    """The rebound attributes of a model's modules.
-
-    Args:
-        device: the device of the capture; tensors elsewhere are not carried.
-        unwatched: names of attributes that are left alone.
-    """
+    """The rebound attributes of a model's modules; tensors on another device are not carried."""
 
     def __init__(
         self,

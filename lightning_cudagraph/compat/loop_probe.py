@@ -134,11 +134,7 @@ def _counters(trainer: Any) -> str:
 
 
 def loop_calls(accumulate: int) -> list[str]:
-    """The calls of Lightning's loop for two batches, in order, and its counters after each.
-
-    Raises:
-        Exception: any, from a loop that the mock does not fit.
-    """
+    """The calls of Lightning's loop for two batches, in order, and its counters after each."""
     trainer, fetcher, calls = _mock(accumulate), _Fetcher(), list[str]()
     loop = trainer.fit_loop.epoch_loop
 

@@ -42,7 +42,6 @@ class Arguments:
     """The arguments of one call.
 
     Attributes:
-        batch: all arguments, by parameter name.
         numbers: integers beside the batch, by name; what captured steps read of them counts.
     """
 
@@ -59,11 +58,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class StepFunction:
-    """The user's function, and the objects that it uses.
-
-    Attributes:
-        has_gradients: False if it neither reads nor makes gradients of parameters.
-    """
+    """The user's function, and the objects that it uses."""
 
     function: Callable[..., Any]
     model: nn.Module
@@ -178,15 +173,7 @@ class StepRecorder:
         guards: Guards,
         capturing: bool,
     ) -> StepResult:
-        """Run the function on the static arguments.
-
-        Args:
-            batch: the static arguments.
-            capturing: True in a capture, False in a rehearsal.
-
-        Raises:
-            UnsupportedError: if the function has an effect on the host that a replay would not have.
-        """
+        """Run the function on the static arguments, in a capture or in a rehearsal."""
         if capturing:
             habits.check()
         self._optimizers.check()

@@ -49,9 +49,6 @@ class StepReplicas(DDPState):
 
         Eager calls and replays then both overwrite the gradients of the call before, so external
         references need no copies.
-
-        Raises:
-            UnsupportedError: if only some are: copies for the others alone are not implemented.
         """
         views = [ddp for ddp in self.wrappers if ddp.gradient_as_bucket_view]
         inside = {id(p) for ddp in views for p in ddp.parameters() if p.requires_grad}

@@ -113,11 +113,7 @@ class _ReplayedCall(Replay[StepResult]):
 
 @dataclass(kw_only=True, eq=False)
 class _Call(_ReplayedCall, Step[StepResult]):
-    """The step of one call.
-
-    Attributes:
-        owns_gradients: no code but the step's refers to gradients.
-    """
+    """The step of one call."""
 
     recorder: StepRecorder
     replicas: StepReplicas
@@ -166,12 +162,7 @@ class _Call(_ReplayedCall, Step[StepResult]):
 
 
 class StepRun:
-    """The run of one function.
-
-    Args:
-        processes: the votes with other processes; None if this process calls the function alone.
-        reads: the host values that captured steps read; None if all are part of the signature.
-    """
+    """The run of one function; `processes` is None if this process calls it alone."""
 
     def __init__(
         self,
@@ -440,12 +431,7 @@ _DEVICES = {"cuda": "cuda", "emulator": "cpu"}
 
 
 def backend_for(device: torch.device, name: str = "auto", owner: str = "GraphedStep") -> Backend:
-    """Return the backend for a device, if it is the one that the argument `backend` of `owner` names.
-
-    Raises:
-        ConfigurationError: if the named backend is not for this device.
-        UnsupportedError: if this kind of device has none.
-    """
+    """Return the backend for a device, if it is the one that the argument `backend` of `owner` names."""
     if _DEVICES.get(name, device.type) != device.type:
         expected = f'one for {device}, where the step runs, such as "auto"'
         raise wrong_argument(owner, "backend", name, expected)

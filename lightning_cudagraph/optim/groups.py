@@ -28,9 +28,6 @@ _Part = tuple[str, int | None]
 class PreparedGroup:
     """The options of one param group: those that a capture freezes, and replacements for the others.
 
-    Args:
-        alone: nothing of it may be changed.
-
     Attributes:
         group: the optimizer's own dictionary, with the user's values except inside a captured step.
     """
@@ -113,14 +110,7 @@ class PreparedGroup:
         return (*options, lr_address, id(parameters), len(parameters))
 
     def swap_in(self, traced: TracedStep | None) -> bool:
-        """Replace the user's options with values that a capture does not freeze.
-
-        Args:
-            traced: the step under capture; None for one that is compiled.
-
-        Returns:
-            True if the user's options have changed since the last call in this capture.
-        """
+        """Replace options with values that a capture does not freeze; True if they changed since."""
         value_of(self.group["lr"])  # which a scheduler may have moved on
         before = dict(self._own)
         if traced is not None:

@@ -126,10 +126,7 @@ _MAX_NUMBERS, _MAX_NUMBERS_EACH = 64, 8
 class PreparedOptimizer(EagerOptimizer):
     """An optimizer prepared for capture; `restore` undoes it.
 
-    Args:
-        optimizer: the optimizer; between steps its param groups have the user's values.
-        on_load: called with a reason after `optimizer.load_state_dict`, which replaces the tensors that
-            a graph reads.
+    `on_load` is called after `load_state_dict`, which replaces the tensors that a graph reads.
     """
 
     def __init__(
@@ -321,9 +318,6 @@ class PreparedOptimizer(EagerOptimizer):
         """Give the enclosed `step` the form that can be captured, in a capture.
 
         An eager step is the user's own.
-
-        Raises:
-            CaptureError: in a capture, if the step sets a learning rate.
         """
         for prepared in self._groups:
             prepared.note_moves()

@@ -56,11 +56,7 @@ class _ReplayedStep:
 
 
 class Outcomes:
-    """The steps of one optimizer with an outcome that the host does not know yet: two at most.
-
-    Attributes:
-        waited_s: the host's wait for outcomes so far, in seconds.
-    """
+    """The steps of one optimizer with an outcome that the host does not know yet: two at most."""
 
     def __init__(self, write: Callable[[State], None]) -> None:
         self._write = write
@@ -78,11 +74,7 @@ class Outcomes:
             self._may_be_late = False
 
     def possible(self) -> list[State]:
-        """The states that a step may begin with, as changes of what is in host memory.
-
-        Returns:
-            One, or two: that after the last step if it was done, and if it was skipped.
-        """
+        """The states that a step may begin with, as changes of what is in host memory: one or two."""
         while len(self._open) > 1 or (self._open and self._open[0].was_skipped.is_known()):
             self._learn()
         return [self._open[0].ends[0], {}] if self._open else [{}]

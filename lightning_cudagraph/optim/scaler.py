@@ -30,10 +30,6 @@ from lightning_cudagraph.optim.gate import Gate
 class PreparedScaler:
     """A gradient scaler prepared for capture.
 
-    Args:
-        scaler: the scaler; it is patched only for the time of a step.
-        device_state: the tensors of the optimizers' state that a graph writes.
-
     Attributes:
         skipped_steps: number of steps skipped for an overflow, on the device.
         last_was_skipped: by the id of an optimizer, true on the device if its last step was skipped.

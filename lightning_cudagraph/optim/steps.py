@@ -50,11 +50,7 @@ _LEASES: WeakValueDictionary[int, _Lease] = WeakValueDictionary()
 
 
 class OptimizerSteps:
-    """The optimizers that a function steps, prepared for capture; `close` restores them.
-
-    Args:
-        on_load: called with a reason after a state was loaded into one of them.
-    """
+    """The optimizers that a function steps, prepared for capture; `close` restores them."""
 
     def __init__(
         self,

@@ -109,7 +109,6 @@ def check_wrapper(
     """Refuse a wrapper that no graph can hold.
 
     Args:
-        what: its name in messages.
         by_strategy: True if a strategy of Lightning's has made it.
         known_hooks: number of its communication hooks, from the first, that were checked before.
     """

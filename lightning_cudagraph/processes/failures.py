@@ -49,11 +49,7 @@ _POLL_S = 0.02
 
 
 class Failures:
-    """The failures of other processes, and the report of this one's.
-
-    Attributes:
-        has_ended: True if a process has ended without an error.
-    """
+    """The failures of other processes, and the report of this one's."""
 
     page: SharedPage | None = None
 

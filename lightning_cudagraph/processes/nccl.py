@@ -18,10 +18,6 @@ def check_nccl(device: torch.device) -> None:
 
     A registered buffer that spans segments can be read at unmapped addresses (NVIDIA/Megatron-LM and
     pytorch/torchtitan#3306 on captures with expandable segments).
-
-    Raises:
-        ConfigurationError: if NCCL registers the buffers of captures, and the allocator has expandable
-            segments.
     """
     if device.type != "cuda" or os.environ.get(_GRAPH_REGISTER) == "0":
         return

@@ -83,11 +83,7 @@ def _tell_exit(error: BaseException | None) -> None:
 
 
 class Peers:
-    """The processes of one run. Each process makes one, and calls the same methods in the same order.
-
-    Attributes:
-        waited_s: total time that this process has waited in votes, in seconds.
-    """
+    """The processes of one run. Each process makes one, and calls the same methods in the same order."""
 
     def __init__(self) -> None:
         global _runs, _at_exit
@@ -144,11 +140,7 @@ class Peers:
         return page if all_have else None
 
     def vote(self, mine: Vote) -> tuple[Vote, Vote]:
-        """Exchange the votes before a step.
-
-        Returns:
-            The lowest and the highest value of each field.
-        """
+        """Exchange the votes before a step; return the lowest and the highest value of each field."""
         self._since_s = monotonic()
         votes = self._vote_over_sockets(mine) if self._page is None else self._vote_on_page(mine)
         self.waited_s += monotonic() - self._since_s

@@ -69,14 +69,9 @@ class SharedPage:
         return path
 
     def exchange(self, value: int, wait: Callable[[], None]) -> list[int] | None:
-        """Write a value, and read those of all processes.
+        """Write a value of `VALUE_BITS` bits, and read those of all by rank; None if one has left.
 
-        Args:
-            value: non-negative, at most `VALUE_BITS` bits.
-            wait: called between polls once the exchange takes long.
-
-        Returns:
-            The values by rank; None if a process has left.
+        `wait` is called between polls once the exchange takes long.
         """
         self._count += 1
         row, count = self._rows[self._count % 2], self._count % _COUNTS

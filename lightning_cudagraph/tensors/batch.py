@@ -233,9 +233,6 @@ def refuse_odd_outputs(tree: Any, what: str) -> None:
 def compared_outputs(returned: Any, what: str) -> dict[str, Tensor]:
     """The outputs of a step that a check compares: tensors, and Python numbers as tensors.
 
-    Args:
-        what: prefix of the names.
-
     Returns:
         Tensors by name, such as ``the output['image'][0]``, in the order of `flatten_batch`. Sparse,
         nested and meta tensors are left out.

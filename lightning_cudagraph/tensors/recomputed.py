@@ -80,11 +80,7 @@ class RecomputedStep(list[Recomputed]):
 def recomputed_apart(model: nn.Module) -> Iterator[RecomputedStep]:
     """Remove recomputed attributes for the `with` block, and restore them after it.
 
-    They are removed because a step that reads one before it is recomputed would read the tensor of the
-    capture in every replay.
-
-    Yields:
-        The attributes recomputed inside; complete at the end of the block.
+    A step that reads one before it is recomputed would read the tensor of the capture in every replay.
     """
     before = [
         (vars(module), name, vars(module).pop(name))

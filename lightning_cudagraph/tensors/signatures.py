@@ -20,9 +20,6 @@ def make_room(known: dict[K, V], is_idle: Callable[[V], bool] = lambda value: Tr
     """Forget the oldest idle entry if too many signatures are remembered.
 
     A loader of which no two batches look alike (a string in each) would otherwise fill the memory.
-
-    Returns:
-        What was forgotten.
     """
     forgotten: list[V] = []
     while len(known) >= _MAX_REMEMBERED:

@@ -27,7 +27,6 @@ class _Binding:
     """An attribute and its place.
 
     Attributes:
-        namespace: the `__dict__` of the object.
         place: the static tensor that a graph reads and writes.
         rebound: True if the step binds another tensor, so that an eager step does not write this one.
     """

@@ -117,7 +117,6 @@ class BatchChange:
 
     Attributes:
         paths: the paths of what the step has taken out of its containers, added or replaced.
-        written: the path of a tensor that it writes into.
     """
 
     paths: tuple[str, ...] = ()
@@ -199,14 +198,7 @@ class Loan:
         return setting(_lent, value=paths)
 
     def refuse_changes(self, written: Sequence[Tensor] = ()) -> None:
-        """Refuse a run that has changed the batch: hooks would see another batch than in an eager step.
-
-        Args:
-            written: older tensors that the run has written into.
-
-        Raises:
-            CaptureError: naming the tensor that was written or replaced, or a change of the containers.
-        """
+        """Refuse a run that has changed the batch, of which hooks would see another than eagerly."""
         if structure_of(self.batch) != self._structure:
             before = [path for path, _ in self._leaves]
             after = [path for path, _ in flatten_batch(self.batch)]
@@ -248,12 +240,7 @@ class Loan:
 
 
 class StaticBatch:
-    """A batch whose tensors stay at the same addresses.
-
-    Args:
-        example: a batch of the signature; its values are copied.
-        reads: the host values that captured steps read; None if all are part of the signature.
-    """
+    """A batch whose tensors stay at the same addresses, with the values of `example` at first."""
 
     def __init__(self, example: Any, reads: HostReads | None = None) -> None:
         buffers: dict[int, Tensor] = {}
@@ -304,14 +291,7 @@ class StaticBatch:
         return value if reads.counts(self._paths[id(leaf)], type(value)) else leaf
 
     def leaves_of(self, batch: Any, device_type: str) -> tuple[list[Tensor], list[Any]] | None:
-        """The tensors and the host values of a batch of the same signature, in the order of the buffers.
-
-        Args:
-            device_type: the type of device that its tensors must be on.
-
-        Returns:
-            Both; None if the batch has another signature, or one that only a `Signature` can compare.
-        """
+        """The tensors and the host values of a batch of the same signature, or None."""
         return self._pattern.leaves(batch, device_type)
 
     def copy_from(self, batch: Any) -> None:

@@ -87,9 +87,6 @@ class Writes:
     Args:
         held: ids of all older storages. Needed with compiled code, which allocates without the
             dispatcher, so that its memory would seem to be older.
-
-    Attributes:
-        older: one tensor for each such storage.
     """
 
     def __init__(self, held: Container[int] | None = None) -> None:

@@ -38,7 +38,6 @@ class _Candidate:
     Attributes:
         batches: the number of its batches but for replays of graphs that it has now.
         came: the numbers of its latest batches.
-        refused: the reason why it gets no graph; empty if it can get one.
     """
 
     batches: int = 0

@@ -31,7 +31,6 @@ class GraphsOfSignature(Generic[T]):
 
     Attributes:
         specialization: their specialization: values outside the batch that are part of the signature.
-        is_timed: they have timing events, and their replays are measured.
         plain: by phase, those that take the fast path: a replay needs no work around it.
         last_use: the number of batches before their latest one.
     """
@@ -52,11 +51,7 @@ class GraphsOfSignature(Generic[T]):
 class GraphsBySignature(Generic[T]):
     """The captured steps of one engine.
 
-    Args:
-        signatures: the signatures that have graphs, in all engines of the run.
-
     Attributes:
-        reads: what the captured steps read of host values.
         batches: number of batches so far, as a clock for uses.
         latest: the graphs of the latest replay; None if there is none, or if they are released.
     """

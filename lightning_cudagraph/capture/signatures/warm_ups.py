@@ -21,7 +21,6 @@ class _WarmUp:
     """The warm-up of a signature.
 
     Attributes:
-        steps: its length.
         done: the signatures of its steps. They were equal; once a capture has read a host value, those
             of steps with another value of it are not any more, and such steps do not count.
     """

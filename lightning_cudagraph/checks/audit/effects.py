@@ -64,7 +64,6 @@ class Effects:
 
     Args:
         walk: makes a walk over the objects that the steps can change, given the names they mention.
-        harmless: paths under which anything may change.
         is_carried: True for a module whose rebound attributes can be carried by the graph.
 
     Attributes:
@@ -111,14 +110,7 @@ class Effects:
 
     @contextmanager
     def refused(self, captured: Callable[[], MentionedNames]) -> Iterator[None]:
-        """Refuse the step of the enclosed capture if it has effects, and undo them.
-
-        Args:
-            captured: the names that the captured code mentions.
-
-        Raises:
-            CaptureError: naming the first effect, with the user's line.
-        """
+        """Refuse the step of the enclosed capture if it has effects, and undo them."""
         signature, phase = self.kind
         found = self._found.get(signature, {}).get(phase, [])
         lasting = [moved for moved in found if moved.node.write is None]

@@ -71,15 +71,7 @@ def moving_number(reads: HostReads, name: str, value: int, max_graphs: int) -> H
 
 
 class StepAudit:
-    """The audit of a step.
-
-    Args:
-        device: the device of the step; the graph itself handles the generator of a GPU.
-
-    Attributes:
-        state: the objects that the step can change, as they were before it.
-        calls: the hook that watches calls of the step.
-    """
+    """The audit of a step: the objects that it can change, and the hook that watches its calls."""
 
     def __init__(self, model: nn.Module, device: torch.device, rules: HostRules) -> None:
         self._rules = rules
@@ -170,9 +162,6 @@ def frozen_python_audit(
 
     Yields:
         The audit. Call its `end_backward` after the backward pass.
-
-    Raises:
-        CaptureError: naming what would be frozen or lost, with the user's line.
     """
     shared = {} if _shared.value is None else _shared.value
     known = shared.get(id(model))

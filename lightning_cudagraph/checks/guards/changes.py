@@ -18,7 +18,6 @@ class Change(str):
 
     Attributes:
         location: the first line of user code that reads what has changed; None if it is unknown.
-        remedy: what to do about it, if its words do not tell.
         is_after_pause: user code may have run before, as between two epochs.
     """
 

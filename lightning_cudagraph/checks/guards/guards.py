@@ -64,7 +64,6 @@ class Unguarded:
     Attributes:
         names: attributes that torch and Lightning keep in every module for themselves, and those that
             the user declares harmless.
-        stays_on_host: True for a module that is only called on the host, such as a metric.
         host_names: names of a module's attributes that the host keeps.
         stops: classes that are not entered, because a framework changes their objects in every step.
     """
@@ -85,7 +84,6 @@ class OutsideModel:
         parameters: the parameters of optimizers by name, which may belong to no module.
         containers: lists and dictionary views with members that must stay the same objects, such as
             optimizer state.
-        callees: objects with methods that the steps call.
         roots: the user's objects that a step may change.
         read: those of which a step may read what it mentions.
     """
@@ -103,7 +101,6 @@ class Guards:
 
     Attributes:
         mentioned: names that the captured steps mention; each adds its own before `take`.
-        effects: effects of warm-up steps on host objects.
         suspicion: a change, in words, that only a check against an eager step can judge.
     """
 

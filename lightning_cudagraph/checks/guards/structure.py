@@ -110,8 +110,6 @@ class Structure:
         models: the model, and modules that are none of its submodules.
         others: views and lists of other objects that must stay the same, such as optimizer state;
             tensors among them with their addresses and layouts.
-        loose: parameters that belong to none of the models.
-        callees: other objects with methods that the steps call.
     """
 
     def __init__(

@@ -170,12 +170,7 @@ def _cause(differing: list[str], outputs: set[str], names: Iterable[str]) -> _Ca
 def verification_error(
     differing: list[str], expected: _Values, found: _Values, outputs: set[str]
 ) -> VerificationError:
-    """The error for a replay that differs from an eager step, with the likely cause.
-
-    Args:
-        differing: the names that differ, in the order of the step; none if only random state does.
-        outputs: names of the values that are not state.
-    """
+    """The error for a replay that differs from an eager step, with the likely cause."""
     cause = _cause(differing, outputs, expected)
     if not differing:
         return VerificationError(

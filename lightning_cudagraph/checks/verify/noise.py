@@ -23,9 +23,7 @@ _FAR, _FAR_AT_MOST = 1000.0, 1e-2
 class ComparedReplays:
     """Replays of a step from one state, compared with an eager step from it.
 
-    Attributes:
-        outputs: names of the values that the step returned and logged.
-        spread: the largest distance between replays, of each value that differed between any.
+    `spread` is the largest distance between replays, of each value that differed between any.
     """
 
     before: _Values

@@ -29,9 +29,7 @@ _PLAIN = (int, float, complex, bool, str, type(None))
 class _TensorForm:
     """A tensor among the arguments of an op.
 
-    Attributes:
-        name: the name of a tensor that outlives the step; empty for others.
-        value: the number in it, if it was made from a Python number on the host.
+    It has a name if it outlives the step, and a value if it was made from a number on the host.
     """
 
     name: str
@@ -46,12 +44,7 @@ _Entry = tuple[str, tuple[Any, ...]]  # the op, and its arguments in a comparabl
 
 @dataclass(frozen=True)
 class TapeDifference:
-    """An op that differs from the recorded one.
-
-    Attributes:
-        where: the user's line that called it.
-        is_value: the op is the same, with other numbers or shapes.
-    """
+    """An op that differs from the recorded one, or has other numbers or shapes (`is_value`)."""
 
     was: str
     now: str

@@ -67,9 +67,6 @@ class _History:
     Attributes:
         compilations: torch.compile's compilations before the first check. Code that was compiled since
             (for another size, say) may run in an eager step now, and differ in the last places.
-        had_other_rates: one check had other learning rates than the capture.
-        rounds_differently: the first check found differences in the last places.
-        pauses: the run's pauses before the last check.
         latest_replay: index of the replay that `due` was last called for.
         next_replay: index of the replay that is checked next without a pause.
     """
@@ -101,7 +98,6 @@ class Verifier:
             the capture, so a single check is that of the second one.
         rates: the present learning rates. The first replay with other rates than the capture's gets one
             more check, unless a check had other rates already.
-        agreement: vote with the other processes of the run, which check the same replays.
     """
 
     backend: Backend
@@ -314,9 +310,7 @@ class Verifier:
     ) -> tuple[TapeDifference | None, bool, bool]:
         """Run the step on the op tape from the state before it, and restore that state.
 
-        Returns:
-            The first op that differs from the first check; True if the values agree with `replays`, and
-            True if they are near them.
+        Return the first op that differs, and whether the values agree with `replays`, and are near.
         """
         failed = False
         try:

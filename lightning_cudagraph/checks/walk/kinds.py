@@ -48,7 +48,6 @@ class How(NamedTuple):
     """The way to read an object.
 
     Attributes:
-        is_attributes: it is the attribute dictionary of its owner.
         is_fixed: its holder cannot be given another object instead of it.
         draws: of a host random generator, read the state instead of the seed.
     """

@@ -59,13 +59,9 @@ class Node:
     Attributes:
         holder: the garbage collector lists its referents; None for parts that are read otherwise.
         owner: the object that the user knows: the one that has the attributes, or the object itself.
-        path: its path, as the user would write it.
-        of: the start of the path, in words.
-        read: reads its parts.
         write: restores them; None if they cannot be restored.
         reads: names of parts that the step has read, if it has read the object.
         is_read: the step can have read the object: it mentions all names in the path.
-        is_large: it is compared after pauses only.
     """
 
     holder: Any
@@ -129,8 +125,6 @@ class Moved(NamedTuple):
 
     Attributes:
         label: the label of the part; None if the parts are in another order.
-        was: the recorded part; `UNSET` if there was none.
-        now: the present part; `UNSET` if there is none.
     """
 
     node: Node

@@ -16,12 +16,7 @@ from lightning_cudagraph.tensors.layouts import Layouts
 
 
 class QuickComparison:
-    """The nodes of a walk, and what of them can have changed.
-
-    Attributes:
-        dicts: the versions of the dictionaries `in_dicts`.
-        large: the nodes that are compared after pauses only.
-    """
+    """The nodes of a walk, and what of them can have changed."""
 
     def __init__(self, nodes: list[Node], picked: list[Node], tensors: list[Node]) -> None:
         held = [node for node in nodes if node.holder is not None and not node.is_large]

@@ -22,7 +22,6 @@ class Root:
 
     Attributes:
         path: its path; empty if the names of its attributes stand alone.
-        of: the start of the path, in words.
         left_out: names of attributes, or keys of a dictionary, that are not compared.
         is_entered: enter it even if objects of its class are not entered.
         reads: names that the step mentions for its attributes; None for those of the scope.

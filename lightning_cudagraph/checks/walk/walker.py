@@ -175,10 +175,8 @@ class Walk:
     def quick_changes(self, everything: bool = False) -> list[Moved]:
         """The same as `changes`, fast if nothing has changed. Needs `be_quick` first.
 
-        Equal objects that replaced recorded ones are recorded instead of them.
-
-        Args:
-            everything: compare large objects and buffers too.
+        Equal objects that replaced recorded ones are recorded instead of them. Large objects and buffers
+        are compared if `everything` is.
         """
         quick = self._quick
         written = quick.dicts.changed()

@@ -41,7 +41,6 @@ class _Reader:
     Attributes:
         folder: the folder of its files, from the package on.
         reads: returns True for the names of its functions and files that do so.
-        remedy: one thing to do.
     """
 
     folder: str
@@ -126,7 +125,6 @@ class _Use:
     Attributes:
         what: the description for the user; empty for that of any read.
         fits: returns True for a call that reads, and the user's line.
-        remedy: one thing to do.
     """
 
     what: str

@@ -52,14 +52,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 @dataclass
 class _Shadow:
-    """The known value of one tensor.
-
-    Attributes:
-        tensor: the tensor on the device.
-        storage: its storage, to notice when it is exchanged.
-        place: its layout in the storage.
-        value: its value, on the CPU.
-    """
+    """The known value of one tensor, with its storage, which may be exchanged, and its place there."""
 
     tensor: ref[Tensor]
     storage: StorageWeakRef

@@ -42,7 +42,6 @@ class Branches:
         streams: streams of one capture. The first is the step's own, which is current between ops.
 
     Attributes:
-        barriers: the ops that made all streams wait, with their counts.
         broken: the reason why the order of ops may be wrong; None if it is right.
     """
 

@@ -34,7 +34,6 @@ class Placed(NamedTuple):
     """The stream of an op, and the ops that it waits for.
 
     Attributes:
-        number: its index in program order.
         waits: ops of other streams that it waits for, at most one of each stream. The other ops that it
             depends on come before these, or before it on its own stream.
     """
@@ -125,11 +124,7 @@ class _Memory:
 
 
 class Flow:
-    """The assignment of ops to streams, in program order.
-
-    Args:
-        streams: the number of streams. Barriers are on stream 0.
-    """
+    """The assignment of ops to streams, in program order; barriers are on stream 0."""
 
     def __init__(self, streams: int) -> None:
         if streams < 1:

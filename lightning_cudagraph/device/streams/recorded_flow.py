@@ -10,13 +10,7 @@ from lightning_cudagraph.device.streams.dataflow import Flow, Span
 
 
 class RecordedOp(NamedTuple):
-    """An op of a capture.
-
-    Attributes:
-        writes: address ranges that exist before it.
-        made: address ranges that it allocates.
-        cost: rough estimate of its time, in small kernels.
-    """
+    """An op of a capture: the address ranges that it reads, writes and makes, and its cost."""
 
     reads: list[Span]
     writes: list[Span]
@@ -25,14 +19,7 @@ class RecordedOp(NamedTuple):
 
 
 class RecordedFlow:
-    """The ops of a capture, in order.
-
-    Args:
-        position: returns the position in the capture, which moves with each launch.
-
-    Attributes:
-        ops: the ops; None for a barrier.
-    """
+    """The ops of a capture, in order, with None for a barrier; each launch moves the `position`."""
 
     def __init__(self, device_type: str, position: Callable[[], object]) -> None:
         self._device_type = device_type

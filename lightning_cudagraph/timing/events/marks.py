@@ -169,11 +169,7 @@ class StepMarks:
         return self._events[0]
 
     def read(self) -> list[float]:
-        """Read the times of the marks in the last replay, in milliseconds after the first mark.
-
-        Raises:
-            CUDAGraphError: if there has been no replay, or if a capture is under way.
-        """
+        """Read the times of the marks in the last replay, in milliseconds after the first mark."""
         if self._is_recording or is_capturing():
             raise CUDAGraphError("The marks of a step cannot be read while a step is captured.")
         if not hasattr(self, "layout"):

@@ -18,11 +18,9 @@ class HostRules:
     Attributes:
         moving: getters of values that move from step to step, with their public names.
         seldom: getters of values that move seldom, with their public names and a function to read them.
-        effects: functions that print or write, with their public names.
         passing_on: files with functions that act for their callers.
         records: True for an object that writes records, as a logger does.
         stays_on_host: True for a module that is only called on the host, such as a metric.
-        harmless: names that the user allows to be frozen or not repeated.
         hands_out: True for a framework object with getters of values that move seldom.
         refused: functions with effects that a replay would not repeat, with their public names and a
             remedy.
