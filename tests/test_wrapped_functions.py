@@ -65,6 +65,6 @@ def test_a_wrapper_runs_once(
 
 def test_control(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the search for torch's own function, the wrapper runs twice."""
-    monkeypatch.setattr(own_modes, "_asker", lambda function: function)
+    monkeypatch.setattr(own_modes, "_torchs_own", lambda function: function)
     with pytest.raises(AssertionError):
         test_a_wrapper_runs_once(tmp_path, accelerator, monkeypatch, "function", 2)

@@ -281,7 +281,7 @@ class Captures(Generic[T]):
         if isinstance(maker, CapturedStep):
             maker.put_back_gradients()
         else:
-            self._copies.move_apart(*step.parameters(), step.kept)
+            self._copies.move_apart(*step.parameters(), step.is_followed_by_user_code)
         made: list[CapturedStep[T]] = []
         try:
             with ExitStack() as stack:
@@ -323,5 +323,5 @@ class Captures(Generic[T]):
         with one_audit():
             captured = self._streams.capture(capture, lambda captured: step.all_state(captured.written))
             captured.capture(step.record, *others)
-        captured.watch_gradients(step.kept())
+        captured.watch_gradients(step.is_followed_by_user_code())
         return captured

@@ -157,7 +157,7 @@ class Step(Replay[T], ABC):
         """Return those with gradients that the step drops and makes, and those that it only adds to."""
         return [], []
 
-    def kept(self) -> bool:
+    def is_followed_by_user_code(self) -> bool:
         """True if user code runs between steps, and can hold references to gradients."""
         return False
 

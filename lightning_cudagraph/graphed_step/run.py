@@ -151,7 +151,7 @@ class _Call(_ReplayedCall, Step[StepResult]):
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         return self.kind.habits.parameters()
 
-    def kept(self) -> bool:
+    def is_followed_by_user_code(self) -> bool:
         return not self.owns_gradients
 
     def is_broken(self) -> bool:

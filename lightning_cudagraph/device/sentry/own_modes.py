@@ -73,7 +73,7 @@ _OF_C = (
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
-def _asker(func: Any) -> Any:
+def _torchs_own(func: Any) -> Any:
     """The function that hands `func` to a mode: torch's own, even if user code wraps it.
 
     torch's Python functions hand over what is bound to their name. If that is a wrapper, calling it in
@@ -117,7 +117,7 @@ class OwnFunctionMode(TorchFunctionMode):
                 self: Any, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
             ) -> Any:
                 if not torch.compiler.is_compiling():  # Dynamo traces modes too
-                    func = _asker(func)
+                    func = _torchs_own(func)
                 return own(self, func, kinds, args, kwargs or {})
 
             cls.__torch_function__ = __torch_function__  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
 from lightning_cudagraph.trainer.metrics.of_model import metrics_of
 
 # The host bookkeeping of a metric about its calls.
-BOOKS = ("_update_count", "_computed", "_forward_cache")
+CALL_STATE = ("_update_count", "_computed", "_forward_cache")
 # More calls than any run makes: a count below it was set, and not incremented.
 _MANY_CALLS = 1 << 40
 _UNTOUCHED = object()
@@ -79,7 +79,7 @@ class _Entry:
         leaves: indices of the outputs that are its leaves.
     """
 
-    books: dict[str, Any]
+    attributes: dict[str, Any]
     calls: int
     clears: bool
     cache: TreeSpec | object | None
@@ -91,33 +91,35 @@ class Probe:
 
     def __init__(self, name: str, metric: nn.Module) -> None:
         self._name = name
-        self._books = [vars(inner) for _, inner in metrics_of(metric)]
+        self._attributes = [vars(inner) for _, inner in metrics_of(metric)]
         self._before: list[dict[str, Any]] = []
 
     def __enter__(self) -> Probe:
-        self._before = [{name: books[name] for name in BOOKS} for books in self._books]
-        for books in self._books:
-            books.update(_update_count=_MANY_CALLS, _computed=_UNTOUCHED, _forward_cache=_UNTOUCHED)
+        self._before = [
+            {name: attributes[name] for name in CALL_STATE} for attributes in self._attributes
+        ]
+        for attributes in self._attributes:
+            attributes.update(_update_count=_MANY_CALLS, _computed=_UNTOUCHED, _forward_cache=_UNTOUCHED)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for books, before in zip(self._books, self._before, strict=True):
-            books.update(before)
+        for attributes, before in zip(self._attributes, self._before, strict=True):
+            attributes.update(before)
 
     def call(self) -> GraphCall:
         """The host part of the call; one that a replay could not repeat is refused."""
         outputs: list[Tensor] = []
-        entries = [self._entry(books, outputs) for books in self._books]
+        entries = [self._entry(attributes, outputs) for attributes in self._attributes]
         return GraphCall(self._name, entries, outputs)
 
-    def _entry(self, books: dict[str, Any], outputs: list[Tensor]) -> _Entry:
-        calls, computed, cache = (books[name] for name in BOOKS)
+    def _entry(self, attributes: dict[str, Any], outputs: list[Tensor]) -> _Entry:
+        calls, computed, cache = (attributes[name] for name in CALL_STATE)
         if type(calls) is not int or calls < _MANY_CALLS:
             self._refuse("resets a metric")
         if computed is not None and computed is not _UNTOUCHED:
             self._refuse("keeps what was computed")
         if cache is None or cache is _UNTOUCHED:
-            return _Entry(books, calls - _MANY_CALLS, computed is None, cache, [])
+            return _Entry(attributes, calls - _MANY_CALLS, computed is None, cache, [])
         leaves, structure = tree_flatten(cache)
         indices = []
         for leaf in leaves:
@@ -127,7 +129,7 @@ class Probe:
             if index == len(outputs):
                 outputs.append(leaf)
             indices.append(index)
-        return _Entry(books, calls - _MANY_CALLS, computed is None, structure, indices)
+        return _Entry(attributes, calls - _MANY_CALLS, computed is None, structure, indices)
 
     def _refuse(self, what: str) -> None:
         raise CaptureError(
@@ -141,7 +143,7 @@ class GraphCall(MetricCall):
 
     def __init__(self, name: str, entries: list[_Entry], outputs: list[Tensor]) -> None:
         self.name = name
-        self._all = [entry.books for entry in entries]
+        self._all = [entry.attributes for entry in entries]
         self._entries = [e for e in entries if e.calls or e.clears or e.cache is not _UNTOUCHED]
         self._outputs = [output.detach() for output in outputs]
 
@@ -153,21 +155,21 @@ class GraphCall(MetricCall):
 
     def make(self, copies: list[Tensor]) -> list[Any]:
         for entry in self._entries:
-            books = entry.books
-            books["_update_count"] += entry.calls
+            attributes = entry.attributes
+            attributes["_update_count"] += entry.calls
             if entry.clears:
-                books["_computed"] = None
+                attributes["_computed"] = None
             structure = entry.cache
             if structure is not _UNTOUCHED:
                 leaves = [copies[index] for index in entry.leaves]
                 # A shortcut: `unflatten` takes many times as long as all the rest.
                 is_leaf = isinstance(structure, TreeSpec) and structure.is_leaf()
-                books["_forward_cache"] = leaves[0] if is_leaf else _unflattened(structure, leaves)
+                attributes["_forward_cache"] = leaves[0] if is_leaf else _unflattened(structure, leaves)
         return []
 
-    def keeps(self, books: dict[str, Any]) -> bool:
+    def keeps(self, attributes: dict[str, Any]) -> bool:
         """True if these are the attributes of a metric that took part in the call."""
-        return any(own is books for own in self._all)
+        return any(own is attributes for own in self._all)
 
 
 class GroupCall(MetricCall):
@@ -186,8 +188,8 @@ class GroupCall(MetricCall):
         ]
 
     def make(self, copies: list[Tensor]) -> list[Any]:
-        for books in self._cleared:
-            books["_computed"] = None
+        for attributes in self._cleared:
+            attributes["_computed"] = None
         for leader, follower in self._followers:
             own, its = vars(leader), vars(follower)
             for state in leader._defaults:

@@ -41,12 +41,12 @@ def metric_reads(note: Callable[[Metric, str, Location | None], None]) -> Iterat
         if (not name.startswith("__") or name in _EVERYTHING) and name not in _METHODS:
             frame = sys._getframe(1)
             is_plumbing = any(frame.f_code is code for code in _PLUMBING)
-            asker = None if is_plumbing else _asker(self, frame)
-            if asker is not None:
+            user_caller = None if is_plumbing else _asker(self, frame)
+            if user_caller is not None:
                 own = object.__getattribute__(self, "__dict__")
                 for attribute in [*own] if name in _EVERYTHING else [name]:
                     if attribute not in _METHODS:
-                        note(self, attribute, user_frame(asker))
+                        note(self, attribute, user_frame(user_caller))
         return plain(self, name)
 
     before = vars(Metric).get("__getattribute__")

@@ -28,7 +28,7 @@ from lightning_cudagraph.tensors.batch import map_leaves, refuse_hidden_tensors
 from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.tensors.state import StaticState
 from lightning_cudagraph.trainer.metrics.calls import (
-    BOOKS,
+    CALL_STATE,
     KEEP_SUMS,
     DeferredCall,
     GraphCall,
@@ -87,7 +87,7 @@ class StepMetrics:
 
     def prepare(self) -> None:
         """Give each state that will be in the graph a static tensor, before captures."""
-        self._state.forget(lambda books: self._is_kept(books))
+        self._state.forget(lambda attributes: self._is_kept(attributes))
         for name, metric in self._choice.in_graph.values():
             keep_states(self._state, name, metric)
 
@@ -166,12 +166,12 @@ class StepMetrics:
     def host_names(self, module: nn.Module) -> frozenset[str]:
         """Attributes of a module that the host part of calls updates, so that no graph bakes them in."""
         if isinstance(module, Metric):
-            return frozenset((*BOOKS, *module._defaults))
+            return frozenset((*CALL_STATE, *module._defaults))
         return frozenset(("_state_is_copy",) if isinstance(module, MetricCollection) else ())
 
-    def _is_kept(self, books: dict[str, Any]) -> bool:
+    def _is_kept(self, attributes: dict[str, Any]) -> bool:
         inside = (m for _, metric in self._choice.in_graph.values() for _, m in metrics_of(metric))
-        return any(vars(m) is books for m in inside) or any(c.keeps(books) for c in self._live)
+        return any(vars(m) is attributes for m in inside) or any(c.keeps(attributes) for c in self._live)
 
     def _recorded(
         self, name: str, metric: Any, method: str, note: Callable[[MetricCall], None]
@@ -228,7 +228,7 @@ class StepMetrics:
             return
         if id(metric) in self._deferred and name in _kept_by_host(metric):
             _refuse_read(self._deferred[id(metric)], name, where)
-        if name in BOOKS and self._is_kept(vars(metric)):
+        if name in CALL_STATE and self._is_kept(vars(metric)):
             forbid(
                 f"a read of `{name}` of a `{type(metric).__qualname__}`, which the host brings up to"
                 " date after the replay",
@@ -268,7 +268,7 @@ def _collections(found: list[tuple[str, Any]]) -> list[MetricCollection]:
 
 def _kept_by_host(metric: Metric) -> frozenset[str]:
     """The attributes that a deferred call changes after the replay."""
-    return frozenset((*BOOKS, *metric._defaults))
+    return frozenset((*CALL_STATE, *metric._defaults))
 
 
 def _refuse_read(metric: str, name: str, where: Location | None) -> None:
@@ -281,7 +281,7 @@ def _refuse_read(metric: str, name: str, where: Location | None) -> None:
 
 def _host_part(module: nn.Module) -> dict[str, Any]:
     """The attributes of a metric or collection that a call may change, with their values."""
-    names = (*BOOKS, *module._defaults) if isinstance(module, Metric) else ("_state_is_copy",)
+    names = (*CALL_STATE, *module._defaults) if isinstance(module, Metric) else ("_state_is_copy",)
     return {name: vars(module)[name] for name in names if name in vars(module)}
 
 

@@ -28,14 +28,14 @@ from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.tensors.batch import map_leaves
 from lightning_cudagraph.tensors.state import StaticState
 from lightning_cudagraph.tensors.writes import storage_id
-from lightning_cudagraph.trainer.metrics.calls import BOOKS, Probe
+from lightning_cudagraph.trainer.metrics.calls import CALL_STATE, Probe
 from lightning_cudagraph.trainer.metrics.fixed_counts import FixedCounts
 from lightning_cudagraph.trainer.metrics.of_model import metrics_of, states_of
 
 # Reductions by which `forward` merges the old state and the batch's, without the update count.
 _REDUCTIONS = (dim_zero_sum, dim_zero_max, dim_zero_min)
 # Attributes that a metric's own code must not read: a graph would bake in the value.
-_READS = {*BOOKS, "update_count", "update_called", "_update_called"}
+_READS = {*CALL_STATE, "update_count", "update_called", "_update_called"}
 
 _SUBJECTS = re.compile(r"^(A call of the metric `[^`]*` |The training step )")
 
@@ -120,14 +120,14 @@ class MetricTrials:
         for own in spaces:
             if own.get("process_group") is not None:
                 memo[id(own["process_group"])] = own["process_group"]
-        kept = [{name: own[name] for name in BOOKS} for own in spaces]
+        kept = [{name: own[name] for name in CALL_STATE} for own in spaces]
         try:
             for own in spaces:
                 own.update(_computed=None, _forward_cache=None)
             return deepcopy(metric, memo)
         finally:
-            for own, books in zip(spaces, kept, strict=True):
-                own.update(books)
+            for own, attributes in zip(spaces, kept, strict=True):
+                own.update(attributes)
 
     def _run(
         self, name: str, copy: Metric, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -384,7 +384,7 @@ class TrainingStep(TrainingReplay, Step[StepOutputs]):
         """True for a step that drops gradients and makes new ones, False for one that adds to them."""
         return self.accumulation.drops and not self.steps._run.hooks.leave_gradients
 
-    def kept(self) -> bool:
+    def is_followed_by_user_code(self) -> bool:
         run = self.steps._run
         return self.steps._part.eager_reason is not None or not gradients_unseen(run.trainer, run.module)
 

@@ -193,11 +193,11 @@ class HostCalls:
         key = id(code)
         if self._enters_a_package(frame, caller):
             self._numpys[id(frame)] = _numpys_state()
-        asker = self._origins.asker(caller)
-        if asker is None:
+        user_caller = self._origins.user_caller(caller)
+        if user_caller is None:
             return
         if key in self._moving:
-            self._refuse_read(self._moving[key], asker)
+            self._refuse_read(self._moving[key], user_caller)
         elif key in self._seldom:
             name, read = self._seldom[key]
             if name not in self._rules.harmless:
@@ -205,11 +205,11 @@ class HostCalls:
         elif key in self._refused:
             name, remedy = self._refused[key]
             if not self._allows(name):
-                refuse(lost_effect(name, user_frame(asker), remedy))
+                refuse(lost_effect(name, user_frame(user_caller), remedy))
         elif key in self._effects:
-            self._refuse_effect(self._effects[key], asker, frame, is_python=True)
+            self._refuse_effect(self._effects[key], user_caller, frame, is_python=True)
         elif code.co_name.startswith(RECORDING):
-            self._record_call(frame, asker)
+            self._record_call(frame, user_caller)
 
     def _enters_a_package(self, frame: FrameType, caller: FrameType) -> bool:
         """True for a call by the user's code of a package that may draw: NumPy's own calls go unseen."""
@@ -226,7 +226,7 @@ class HostCalls:
             self._touch(NUMPYS_OWN, caller)
         if self._origins.of(caller) is Origin.FRAMEWORKS or not code.co_argcount:
             return
-        if self._origins.of(frame) is not Origin.FRAMEWORKS or self._origins.asker(caller) is None:
+        if self._origins.of(frame) is not Origin.FRAMEWORKS or self._origins.user_caller(caller) is None:
             return
         if id(code) in self._moving or id(code) in self._seldom or code.co_name in self._rules.harmless:
             return
@@ -236,12 +236,12 @@ class HostCalls:
                 frame, value, self.mentioned, lambda found: behind and is_of_optimizers(found)
             )
 
-    def _record_call(self, frame: FrameType, asker: FrameType) -> None:
+    def _record_call(self, frame: FrameType, user_caller: FrameType) -> None:
         """Refuse a call of a method that writes records, by its name and its package."""
         code = frame.f_code
         receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if code.co_name in WRITES_TO_FILES and issubclass(type(receiver), io.IOBase):
-            self._refuse_effect(name_of_file(receiver, code.co_name), asker, frame, is_python=True)
+            self._refuse_effect(name_of_file(receiver, code.co_name), user_caller, frame, is_python=True)
         if _is_property(type(receiver), code.co_name):  # `save_dir`
             return
         package = str(frame.f_globals.get("__name__", ""))
@@ -249,14 +249,14 @@ class HostCalls:
             package.partition(".")[0] in RECORDERS or package.startswith("torch.utils.tensorboard")
         ):
             of = type(receiver).__qualname__ if receiver is not None else package.partition(".")[0]
-            self._refuse_effect(f"{of}.{code.co_name}", asker, frame, is_python=True)
+            self._refuse_effect(f"{of}.{code.co_name}", user_caller, frame, is_python=True)
 
     def _c_call(self, frame: FrameType, function: Any) -> None:
         receiver = getattr(function, "__self__", None)
         name = function.__name__
         if id(receiver) in self._refused_uses:
-            if (asker := self._origins.asker(frame)) is not None:
-                self._refuse_effect(f"{type(receiver).__qualname__}.{name}", asker, frame)
+            if (user_caller := self._origins.user_caller(frame)) is not None:
+                self._refuse_effect(f"{type(receiver).__qualname__}.{name}", user_caller, frame)
         elif name in CHANGES or isinstance(receiver, Random):
             if id(receiver) not in self._touched and self._state.watches(receiver):
                 self._touch(receiver, frame)
@@ -264,43 +264,43 @@ class HostCalls:
             if self._origins.is_users(frame):  # Python's library reads clocks for purposes of its own
                 self._refuse_read(CLOCKS[function], frame)
         elif function in READS_IN_C:
-            if (asker := self._origins.asker(frame)) is not None:
-                self._refuse_read(READS_IN_C[function], asker)
+            if (user_caller := self._origins.user_caller(frame)) is not None:
+                self._refuse_read(READS_IN_C[function], user_caller)
         elif (module := system_module(function, receiver)) and not name.startswith("__"):
             self._system_call(f"{module}.{name}", frame)
         elif name in SEEDS_ITSELF and isinstance(receiver, torch.Generator):
             self._refuse_seed((f"torch.Generator.{name}", *SEEDED), frame)
         elif function in self._rules.other_in_captures:
-            if (asker := self._origins.asker(frame)) is not None:
-                self._refuse_other(*self._rules.other_in_captures[function], asker)
+            if (user_caller := self._origins.user_caller(frame)) is not None:
+                self._refuse_other(*self._rules.other_in_captures[function], user_caller)
         elif function in EFFECTS_IN_C:
-            if (asker := self._origins.asker(frame)) is None or self._allows(name):
+            if (user_caller := self._origins.user_caller(frame)) is None or self._allows(name):
                 return
             if self._is_inside_allowed(frame):
                 return
             if function is open and opens_to_read(frame):
-                self._refuse_read(name_of_file(None, "read"), asker)
+                self._refuse_read(name_of_file(None, "read"), user_caller)
             else:
-                self._refuse_effect(EFFECTS_IN_C[function], asker, frame)
+                self._refuse_effect(EFFECTS_IN_C[function], user_caller, frame)
         elif name in WRITES_TO_FILES or name in READS_OF_FILES:
             is_file = issubclass(type(receiver), io.IOBase) and (
                 not issubclass(type(receiver), (io.StringIO, io.BytesIO))
                 or receiver in (sys.stdout, sys.stderr)
             )
-            if is_file and (asker := self._origins.asker(frame)) is not None:
+            if is_file and (user_caller := self._origins.user_caller(frame)) is not None:
                 label = name_of_file(receiver, name)
                 if name in WRITES_TO_FILES:
-                    self._refuse_effect(label, asker, frame)
+                    self._refuse_effect(label, user_caller, frame)
                 else:
-                    self._refuse_read(label, asker)
+                    self._refuse_read(label, user_caller)
 
     def _system_call(self, name: str, frame: FrameType) -> None:
         """Refuse a call of the operating system, but for those with a fixed result and of imports."""
         function = name.partition(".")[2]
         if function in FIXED_RESULTS or function.startswith("_"):  # `_path_normpath` only computes
             return
-        asker = self._origins.asker(frame)
-        if asker is None or self._allows(name) or is_import(frame, asker):
+        user_caller = self._origins.user_caller(frame)
+        if user_caller is None or self._allows(name) or is_import(frame, user_caller):
             return
         if self._is_inside_allowed(frame):
             return
@@ -311,23 +311,23 @@ class HostCalls:
                 "Call it in a hook that runs on the host at every step, such as `on_train_batch_start`,"
                 " and hand its result to the step in a registered buffer, written with `copy_` or"
                 " `fill_`." + allowance(name),
-                location=user_frame(asker),
+                location=user_frame(user_caller),
             )
         )
 
     def _touch(self, receiver: Any, frame: FrameType) -> None:
-        if (where := user_frame(self._origins.asker(frame))) is not None:
+        if (where := user_frame(self._origins.user_caller(frame))) is not None:
             self._touched[id(receiver)] = where
 
-    def _refuse_read(self, name: str, asker: FrameType) -> None:
+    def _refuse_read(self, name: str, user_caller: FrameType) -> None:
         if name not in self._rules.noted and not self._allows(name):
-            where = user_frame(asker)
+            where = user_frame(user_caller)
             known = OF_CLOCKS if name in CLOCKS.values() else self._rules.remedies.get(name)
             refuse(frozen_read(name, where, known or remedy_of_read(where)))
 
-    def _refuse_other(self, name: str, remedy: str, asker: FrameType) -> None:
+    def _refuse_other(self, name: str, remedy: str, user_caller: FrameType) -> None:
         if not self._allows(name):
-            where = user_frame(asker)
+            where = user_frame(user_caller)
             refuse(
                 CaptureError(
                     f"`{name}` would say another thing in the captured step than without it.",
@@ -340,11 +340,11 @@ class HostCalls:
         name, words, remedy = seed
         while caller is not None and str(caller.f_globals.get("__name__")).startswith(_DYNAMO):
             caller = caller.f_back  # it wraps `torch.manual_seed`
-        if (asker := self._origins.asker(caller)) is not None and not self._allows(name):
-            forbid(f"`{name}` {words}", remedy, user_frame(asker))
+        if (user_caller := self._origins.user_caller(caller)) is not None and not self._allows(name):
+            forbid(f"`{name}` {words}", remedy, user_frame(user_caller))
 
     def _refuse_effect(
-        self, name: str, asker: FrameType, inside: FrameType, is_python: bool = False
+        self, name: str, user_caller: FrameType, inside: FrameType, is_python: bool = False
     ) -> None:
         if self._allows(name):
             if is_python:  # with the calls that it makes: a message to `logging` is written to a file
@@ -352,7 +352,7 @@ class HostCalls:
             return
         if self._is_inside_allowed(inside):
             return
-        where = user_frame(asker)
+        where = user_frame(user_caller)
         refuse(lost_effect(name, where, afterwards(where), "item_and_print"))
 
     def _is_inside_allowed(self, frame: FrameType | None) -> bool:

@@ -69,9 +69,9 @@ def system_module(function: Any, receiver: Any) -> str:
     return _SYSTEM.get(getattr(function, "__module__", None) or "", "")
 
 
-def is_import(frame: FrameType | None, asker: FrameType) -> bool:
+def is_import(frame: FrameType | None, user_caller: FrameType) -> bool:
     """True for a call by Python's own code that finds and loads modules."""
-    while frame is not None and frame is not asker:
+    while frame is not None and frame is not user_caller:
         if str(frame.f_globals.get("__name__", "")).startswith(_IMPORTS):
             return True
         frame = frame.f_back

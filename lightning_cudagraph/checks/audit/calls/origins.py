@@ -50,7 +50,7 @@ class Origins:
     def is_users(self, frame: FrameType) -> bool:
         return self.of(frame) is Origin.USERS
 
-    def asker(self, frame: FrameType | None) -> FrameType | None:
+    def user_caller(self, frame: FrameType | None) -> FrameType | None:
         """The frame of user code that made a call, past code that acts for its caller; or None."""
         while frame is not None and self.of(frame) is Origin.PASSES_ON:
             frame = frame.f_back
