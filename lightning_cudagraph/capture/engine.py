@@ -87,7 +87,7 @@ class StepEngine(Generic[T]):
             if captured is None:
                 return None
             self.graphs.use(graphs)
-            step.refresh(captured.upcoming(step.timed))
+            step.refresh(captured.next_outputs(step.timed))
             outputs = self._replays.replayed(step, captured)
             self._carried.copy_out()
             return outputs
@@ -154,7 +154,7 @@ class StepEngine(Generic[T]):
         assert captured is not None
         assert graphs is not None
         self.graphs.use(graphs)
-        step.refresh(captured.upcoming(step.timed))
+        step.refresh(captured.next_outputs(step.timed))
         if intent is Intent.VERIFY:
             outputs, reason = self._replays.checked(step, captured)
             return self._eager(step, reason) if reason else (Phase.CAPTURED, outputs)

@@ -99,7 +99,7 @@ class CapturedStep(Generic[T]):
         self._holds: ExternalReferences | None = None
         self._runs_between = False
         self.tape = OpTape()
-        self.replays = self.mismatches = 0
+        self.n_replays = self.n_mismatches = 0
         self.has_breaks_anywhere = False
         self.written: list[Tensor] = []
         self._dropped, added = parameters
@@ -301,7 +301,7 @@ class CapturedStep(Generic[T]):
         """Share the memory pool with later graphs; False if there are graphs in another pool."""
         return self._backend.stay(self._instances[0].graph)
 
-    def upcoming(self, timed: bool) -> T:
+    def next_outputs(self, timed: bool) -> T:
         """Return the static outputs of the instance that `replay` uses next."""
         return self._rings[timed][0].outputs
 

@@ -82,7 +82,7 @@ class Invalidation(Generic[T]):
         """Invalidate the graphs; later steps are warmed up and captured again."""
         self.dropped = "" if of_others else reason
         had_graphs = bool(self._graphs)
-        replays = sum(captured.replays for captured in self._graphs.all())
+        replays = sum(captured.n_replays for captured in self._graphs.all())
         self.forget()
         if not had_graphs:
             return

@@ -42,7 +42,7 @@ class Plans(Generic[T]):
 
     def is_due(self, step: Replay[T], captured: CapturedStep[T]) -> bool:
         """True if the next replay must be verified."""
-        is_due = self._verifier.due(captured, captured.replays, captured.is_unproved(step.timed))
+        is_due = self._verifier.due(captured, captured.n_replays, captured.is_unproved(step.timed))
         return is_due or bool(self._invalidation.suspicion)
 
     def of_plain_replay(self, step: Replay[T], graphs: GraphsOfSignature[T]) -> CapturedStep[T] | None:
@@ -85,14 +85,14 @@ class Plans(Generic[T]):
             self._copies.begin(step.parameters)
         captured = self._graphs.get(signature, step.accumulation)
         if captured is not None and (change := captured.stale(self._admission.is_varied)):
-            if captured.mismatches < _MAX_MISMATCHES and self._admission.is_varied:
+            if captured.n_mismatches < _MAX_MISMATCHES and self._admission.is_varied:
                 # Micro-batches of other signatures may use other parameters than this one.
-                captured.mismatches += 1
+                captured.n_mismatches += 1
                 return Intent.EAGER, change, None, None
             self._invalidation.drop(change)
             captured = None
         if captured is not None:
-            captured.mismatches = 0
+            captured.n_mismatches = 0
         else:
             left = self._warm_ups.left(signature, step.accumulation)
             if left > 0 or not self._is_settled() or self._graphs.maker(step) is NOT_YET:

@@ -102,7 +102,7 @@ class Replays(Generic[T]):
             if not captured.is_checked_apart:
                 put_back_gradients()
             signature = step.signature
-            if signature is not None and not captured.replays and len(self._graphs) > 1:
+            if signature is not None and not captured.n_replays and len(self._graphs) > 1:
                 self._invalidation.admission.refuse(signature, error)
             elif isinstance(error, StaleGraphError):
                 self._invalidation.drop(error.reason)
@@ -125,7 +125,7 @@ class Replays(Generic[T]):
         """Copy the batch into the static batch, if it is not there yet, and replay."""
         static, batch = captured.static, step.batch
         if timed:
-            step.upcoming(captured.upcoming(True))
+            step.before_timed(captured.next_outputs(True))
             if batch is not static.batch:
                 with step.copying():
                     static.copy_from(batch)
@@ -158,6 +158,6 @@ class Replays(Generic[T]):
     def _done(self, captured: CapturedStep[T], outputs: T) -> T:
         if self._copies.handed is not None:
             captured.copy_out(self._copies.handed)
-        captured.replays += 1
+        captured.n_replays += 1
         self._counts.replayed += 1
         return outputs

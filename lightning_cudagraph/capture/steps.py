@@ -98,7 +98,7 @@ class Replay(Generic[T]):
     def refresh(self, outputs: T | None) -> None:
         """Bring host values to where the graph reads them; `outputs` is None before a capture."""
 
-    def upcoming(self, outputs: T) -> None:
+    def before_timed(self, outputs: T) -> None:
         """Prepare for a timed replay, which overwrites the events of its static outputs."""
 
     def copying(self) -> AbstractContextManager[None]:

@@ -130,7 +130,7 @@ class Admission(Generic[T]):
             return
         if (oldest := graphs.least_recent()) is None:
             return
-        replays = oldest.replays
+        replays = oldest.n_replays
         graphs.discard(oldest.signature)
         self._forget(oldest.signature, replays)
         run.counts.evictions += 1
@@ -185,7 +185,7 @@ class Admission(Generic[T]):
         counts = {place: counter.copy() for place, counter in self._sizes.items()}
         for signature, candidate in self._candidates.items():
             graphs = self._graphs.of(signature)
-            _count(counts, signature, candidate.batches + (0 if graphs is None else graphs.replays))
+            _count(counts, signature, candidate.batches + (0 if graphs is None else graphs.n_replays))
         varied = {place: counter for place, counter in counts.items() if len(counter) > 1}
         if not varied:
             return ""

@@ -39,13 +39,13 @@ class GraphsOfSignature(Generic[T]):
     static: StaticBatch
     specialization: Mapping[str, Hashable]
     is_timed: bool
-    by_place: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
+    by_phase: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
     plain: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
     last_use: int = 0
 
     @property
-    def replays(self) -> int:
-        return sum(captured.replays for captured in self.by_place.values())
+    def n_replays(self) -> int:
+        return sum(captured.n_replays for captured in self.by_phase.values())
 
 
 class GraphsBySignature(Generic[T]):
@@ -80,14 +80,14 @@ class GraphsBySignature(Generic[T]):
 
     def get(self, signature: Signature, accumulation: AccumulationPhase) -> CapturedStep[T] | None:
         graphs = self._graphs.get(signature)
-        return None if graphs is None else graphs.by_place.get(accumulation)
+        return None if graphs is None else graphs.by_phase.get(accumulation)
 
     def add(self, signature: Signature, step: Step[T], captured: CapturedStep[T]) -> None:
         if (graphs := self._graphs.get(signature)) is None:
             is_timed = self.is_timed(signature)
             graphs = GraphsOfSignature(signature, captured.static, step.specialization, is_timed)
             self._graphs[signature] = graphs
-        graphs.by_place[step.accumulation] = captured
+        graphs.by_phase[step.accumulation] = captured
         self._signatures.captured(signature)
         self._all.append(captured)
 
@@ -124,13 +124,13 @@ class GraphsBySignature(Generic[T]):
         if (graphs := self._graphs.pop(signature, None)) is None:
             return
         graphs.plain.clear()
-        self._all = [each for each in self._all if each not in graphs.by_place.values()]
+        self._all = [each for each in self._all if each not in graphs.by_phase.values()]
         if self.latest is graphs:
             self.latest = None
         self._signatures.dropped([signature])
-        for captured in graphs.by_place.values():
+        for captured in graphs.by_phase.values():
             captured.release()
-        graphs.by_place.clear()  # a batch in its static batch may still refer to them
+        graphs.by_phase.clear()  # a batch in its static batch may still refer to them
 
     def least_recent(self) -> GraphsOfSignature[T] | None:
         return min(self._graphs.values(), key=lambda graphs: graphs.last_use, default=None)
@@ -184,5 +184,5 @@ class GraphsBySignature(Generic[T]):
         """
         if step.accumulation.drops:
             return None
-        makers = (graphs.by_place.get(MAKES_GRADIENTS) for graphs in self._graphs.values())
+        makers = (graphs.by_phase.get(MAKES_GRADIENTS) for graphs in self._graphs.values())
         return next((maker for maker in makers if maker is not None), NOT_YET)

@@ -299,7 +299,7 @@ class TrainingReplay(Replay[StepOutputs]):
         steps._run.metrics.adopt()
         steps._run.logs.before_replay(None if outputs is None else outputs.logs)
 
-    def upcoming(self, outputs: StepOutputs) -> None:
+    def before_timed(self, outputs: StepOutputs) -> None:
         self.steps._clock.upcoming(outputs.marks)
 
     def copying(self) -> AbstractContextManager[None]:
