@@ -234,7 +234,7 @@ class Captures(Generic[T]):
             raised = f"{type(error).__name__} in the capture: {in_words(str(error))}"
             clear_frames(error)
         is_of_type = raised.startswith(TypeError.__name__)
-        has_values |= is_of_type and reads.has_lent_parts and not reads.kinds
+        has_values |= is_of_type and reads.has_given_parts and not reads.kinds
         are_new = signature.reads is not None and reads.version != version
         are_of_another = signature.reads is not None and not self._fits(step, signature)
         found = _Reads(has_values, are_new, are_of_another)

@@ -43,8 +43,8 @@ class GradientHabits:
         self._alive: dict[int, nn.Parameter] = {}  # so that no id is reused
 
     @contextmanager
-    def learning(self, lent: Collection[int] = ()) -> Iterator[None]:
-        """Watch one eager step; `lent` is memory of tensors of its own, such as a batch's."""
+    def learning(self, own_memory: Collection[int] = ()) -> Iterator[None]:
+        """Watch one eager step; `own_memory` is memory of tensors of its own, such as a batch's."""
         known = self._known()
         before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in known.values()]
         self._alive |= {id(parameter): parameter for parameter in known.values()}
@@ -59,7 +59,7 @@ class GradientHabits:
         self._met += [
             ref(leaf)
             for leaf in watch.leaves.values()
-            if id(leaf) not in ids and leaf.grad is not None and storage_id(leaf) not in lent
+            if id(leaf) not in ids and leaf.grad is not None and storage_id(leaf) not in own_memory
         ]
 
     def ended(self) -> None:
@@ -134,7 +134,7 @@ class NoGradients(GradientHabits):
         super().__init__(dict, device_type)
 
     @contextmanager
-    def learning(self, lent: Collection[int] = ()) -> Iterator[None]:
+    def learning(self, own_memory: Collection[int] = ()) -> Iterator[None]:
         yield
 
 

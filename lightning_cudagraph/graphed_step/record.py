@@ -153,7 +153,7 @@ class StepRecorder:
         state |= self._optimizers.state_tensors()
         return state | {f"parameter `{name}`": value for name, value in self.parameters().items()}
 
-    def lent(self, arguments: Arguments) -> Collection[int]:
+    def own_memory(self, arguments: Arguments) -> Collection[int]:
         """The memory of arguments whose gradients the caller does not see."""
         return ()
 

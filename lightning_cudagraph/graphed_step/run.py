@@ -92,12 +92,12 @@ class _Specialization:
         return bool(engine.graphs) or engine.given_up or engine.is_refused(self.signature)
 
     @contextmanager
-    def learning(self, lent: Collection[int]) -> Iterator[None]:
-        """Watch a warm-up step, to which some memory is lent."""
+    def learning(self, own_memory: Collection[int]) -> Iterator[None]:
+        """Watch a warm-up step."""
         with ExitStack() as stack:
             stack.enter_context(self.guards.effects.watched())
             if not self.engine.graphs:
-                stack.enter_context(self.habits.learning(lent))
+                stack.enter_context(self.habits.learning(own_memory))
             yield
 
 
@@ -146,7 +146,7 @@ class _Call(_ReplayedCall, Step[StepResult]):
         return self.recorder.undone()
 
     def learning(self) -> AbstractContextManager[None]:
-        return self.kind.learning(self.recorder.lent(self.arguments))
+        return self.kind.learning(self.recorder.own_memory(self.arguments))
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         return self.kind.habits.parameters()

@@ -27,7 +27,7 @@ from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 
 
-class _Lease:
+class _SharedOptimizer:
     """One prepared optimizer, shared by all steps that use it, and restored when the last one closes."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device):
@@ -38,15 +38,15 @@ class _Lease:
         for user in self.users:
             user.on_load(reason)
 
-    def give_back(self, user: OptimizerSteps) -> None:
+    def leave(self, user: OptimizerSteps) -> None:
         self.users.discard(user)
         if not self.users:
-            _LEASES.pop(id(self.prepared.optimizer), None)
+            _SHARED.pop(id(self.prepared.optimizer), None)
             self.prepared.restore()
 
 
-# By id of the optimizer, which its lease holds.
-_LEASES: WeakValueDictionary[int, _Lease] = WeakValueDictionary()
+# By id of the optimizer, which the value holds.
+_SHARED: WeakValueDictionary[int, _SharedOptimizer] = WeakValueDictionary()
 
 
 class OptimizerSteps:
@@ -60,24 +60,24 @@ class OptimizerSteps:
         on_load: Callable[[str], None],
     ) -> None:
         self.on_load = on_load
-        self._leases: dict[str, _Lease] = {}
+        self._shared: dict[str, _SharedOptimizer] = {}
         self.scaler = None if scaler is None else PreparedScaler(scaler, device, self._device_state)
         # Optimizers that compiled code steps although a graph has to change them.
         self._in_compiled_code: list[Optimizer] = []
         with ExitStack() as stack:
             stack.callback(self.close)
             for name, optimizer in optimizers.items():
-                lease = _LEASES.get(id(optimizer))
-                if lease is None:
-                    lease = _Lease(optimizer, device)
-                    _LEASES[id(optimizer)] = lease
-                lease.users.add(self)
-                self._leases[name] = lease
+                shared = _SHARED.get(id(optimizer))
+                if shared is None:
+                    shared = _SharedOptimizer(optimizer, device)
+                    _SHARED[id(optimizer)] = shared
+                shared.users.add(self)
+                self._shared[name] = shared
             stack.pop_all()
 
     @property
     def _prepared(self) -> list[PreparedOptimizer]:
-        return [lease.prepared for lease in self._leases.values()]
+        return [shared.prepared for shared in self._shared.values()]
 
     def stepped(self) -> list[Optimizer]:
         return [prepared.optimizer for prepared in self._prepared]
@@ -87,20 +87,20 @@ class OptimizerSteps:
             self._named(
                 f"parameter {index} in param group {group_idx} of the optimizer", name
             ): parameter
-            for name, lease in self._leases.items()
-            for group_idx, group in enumerate(lease.prepared.optimizer.param_groups)
+            for name, shared in self._shared.items()
+            for group_idx, group in enumerate(shared.prepared.optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
         }
 
     def _named(self, label: str, name: str) -> str:
         """A label, with the optimizer's name if there are several."""
-        return label if len(self._leases) == 1 else f"{label} ({name})"
+        return label if len(self._shared) == 1 else f"{label} ({name})"
 
     def _labelled(self, values: Callable[[PreparedOptimizer], dict[str, Any]]) -> dict[str, Any]:
         return {
             self._named(label, name): value
-            for name, lease in self._leases.items()
-            for label, value in values(lease.prepared).items()
+            for name, shared in self._shared.items()
+            for label, value in values(shared.prepared).items()
         }
 
     def hyperparameters(self) -> dict[str, Any]:
@@ -233,10 +233,10 @@ class OptimizerSteps:
 
     def close(self) -> None:
         """Restore the optimizers as the user made them, with their present state."""
-        leases, self._leases = self._leases, {}
+        all_shared, self._shared = self._shared, {}
         with ExitStack() as stack:
-            for lease in leases.values():
-                stack.callback(lease.give_back, self)
+            for shared in all_shared.values():
+                stack.callback(shared.leave, self)
 
 
 def _unknown(optimizer: Optimizer) -> UnsupportedError:

@@ -129,7 +129,7 @@ class _HostNumber(HostValue):
     Args:
         read: what it is of a host value.
         note: called with what is read, before each read.
-        lend: makes what the step gets for another part.
+        make_part: makes what the step gets for another part.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class _HostNumber(HostValue):
         value: Any,
         read: HostRead,
         note: Callable[[HostRead], None],
-        lend: Callable[[HostRead, Any], Any],
+        make_part: Callable[[HostRead, Any], Any],
     ) -> None:
         super().__init__(value, lambda: note(read))
         self._read = read
         self._note = note
-        self._lend = lend
+        self._make_part = make_part
 
 
 def is_host_value(leaf: Any) -> bool:
@@ -226,7 +226,7 @@ def _partly(name: str) -> Callable[..., Any]:
             return read_all(self, *args)
         part = self._read.then(name, args, lambda value: apply(value, *args))
         if is_arithmetic:
-            return self._lend(part, apply(self._value, *args))
+            return self._make_part(part, apply(self._value, *args))
         self._note(part)
         return apply(self._value, *args)
 
@@ -266,7 +266,7 @@ class HostReads:
         version: changes with what counts.
         captures: those of any run that are under way; a value that is kept beyond them is only a value.
         returned: where in its output the step returns the value that is read; empty for other reads.
-        has_lent_parts: the capture under way has got a part of a number, which C code may not take.
+        has_given_parts: the capture under way has got a part of a number, which C code may not take.
     """
 
     captures: ClassVar[int] = 0
@@ -280,7 +280,7 @@ class HostReads:
         self.kinds: tuple[type, ...] = ()
         self.why = ""
         self.version = 0
-        self.has_lent_parts = False
+        self.has_given_parts = False
 
     def forget(self) -> None:
         """Forget what released graphs have read, if it is much: the step may read other things now."""
@@ -339,7 +339,7 @@ class HostReads:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Context of a capture: reads count there. Others are those of hooks with a static batch."""
-        self._is_noting, self.has_lent_parts = True, False
+        self._is_noting, self.has_given_parts = True, False
         HostReads.captures += 1
         try:
             yield
@@ -376,14 +376,14 @@ class HostReads:
         note: Callable[[HostRead], None],
         has_many: Callable[[HostRead], bool],
     ) -> HostValue:
-        def lend(read: HostRead, value: Any) -> Any:
+        def make_part(read: HostRead, value: Any) -> Any:
             if read.text in self._lines or (self.is_needed(type(value)) and not has_many(read)):
                 note(read)
                 return value
-            self.has_lent_parts = True
-            return _HostNumber(value, read, note, lend)
+            self.has_given_parts = True
+            return _HostNumber(value, read, note, make_part)
 
-        return _HostNumber(value, whole, note, lend)
+        return _HostNumber(value, whole, note, make_part)
 
     def _limited(self, read: HostRead) -> HostRead:
         """A read, or that of the value itself in place of one too many."""

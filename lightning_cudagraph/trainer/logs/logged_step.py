@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_cudagraph.trainer.logs.sums import Slot, SumsOfPlace
+from lightning_cudagraph.trainer.logs.sums import Slot, SumsOfStep
 from lightning_cudagraph.trainer.metrics.calls import Later, MetricCall
 
 # The name-mangled method by which `LightningModule.log` makes a tensor of its value.
@@ -57,7 +57,7 @@ class LoggedStep:
     def __init__(
         self,
         events: list[Event],
-        sums: SumsOfPlace,
+        sums: SumsOfStep,
         slots: dict[str, Slot],
         values: dict[int, Tensor],
         loss: Tensor | None,

@@ -88,14 +88,14 @@ class LoggedNumbers:
         self._step = {}
         self._check = check
 
-    def captured(self, place: Hashable) -> None:
+    def captured(self, step_kind: Hashable) -> None:
         """Remember the numbers of the captured step, and forget those of its warm-up."""
-        self._captured[place] = self._step
+        self._captured[step_kind] = self._step
         self._warm_up.pop(self._kind, None)
 
-    def begin_rehearsal(self, place: Hashable) -> None:
+    def begin_rehearsal(self, step_kind: Hashable) -> None:
         """Begin an eager run of a captured step."""
-        captured = self._captured.get(place, {})
+        captured = self._captured.get(step_kind, {})
 
         def check(what: _What, value: Any) -> None:
             if what in captured and not _same(captured[what], value):

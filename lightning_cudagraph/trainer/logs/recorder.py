@@ -30,7 +30,7 @@ from lightning_cudagraph.trainer.logs.sums import (
     LoggedValue,
     RunningSums,
     Slot,
-    SumsOfPlace,
+    SumsOfStep,
     add,
     converted,
 )
@@ -68,7 +68,7 @@ class _LogRecorder(_ResultCollection):
 class Logs:
     """The logs of the steps of one run.
 
-    The kind of a step, `place`, is the accumulation phase with the batch signature in training.
+    The kind of a step, `step_kind`, is the accumulation phase with the batch signature in training.
 
     Args:
         adds: the graphs add values up; otherwise Lightning does, after each replay.
@@ -83,7 +83,7 @@ class Logs:
         self._adds = adds
         self._numbers = LoggedNumbers()
         self._sums = RunningSums()
-        self._places: dict[Hashable, SumsOfPlace] = {}
+        self._sums_of: dict[Hashable, SumsOfStep] = {}
         # The step of the last replays, if nothing has read its values yet, and the number of replays.
         self._waiting: LoggedStep | None = None
         self._replays = 0
@@ -181,7 +181,7 @@ class Logs:
         self._sums.let_go()
 
     @contextmanager
-    def recorded(self, place: Hashable, batch: Any, capturing: bool) -> Iterator[list[Event]]:
+    def recorded(self, step_kind: Hashable, batch: Any, capturing: bool) -> Iterator[list[Event]]:
         """Context of a step that records logged values, instead of reducing them, and metric calls.
 
         Args:
@@ -193,8 +193,8 @@ class Logs:
         if capturing:
             self._slots = {}
             if self._is_first_instance:
-                self._places.pop(place, None)  # its key may differ by the end of the capture
-                self._places[place] = SumsOfPlace()
+                self._sums_of.pop(step_kind, None)  # its key may differ by the end of the capture
+                self._sums_of[step_kind] = SumsOfStep()
         if self._trainer.predicting:
             events: list[Event] = []
             with self._metrics.recording(events.append):
@@ -206,9 +206,9 @@ class Logs:
         recorder = _LogRecorder(results, self._numbers)
         to_tensor = getattr(self._module, TO_TENSOR)
         if capturing:
-            self._numbers.begin_capture((place, _shapes(batch)))
+            self._numbers.begin_capture((step_kind, _shapes(batch)))
         else:
-            self._numbers.begin_rehearsal(place)
+            self._numbers.begin_rehearsal(step_kind)
 
         def to_device_tensor(value: Any, name: str) -> Any:
             if isinstance(value, Later):
@@ -232,7 +232,7 @@ class Logs:
     def finished(
         self,
         events: list[Event],
-        place: Hashable,
+        step_kind: Hashable,
         capturing: bool,
         loss: Tensor | None = None,
         is_last: bool = True,
@@ -243,7 +243,7 @@ class Logs:
             CaptureError: if a further capture instance of the step logs other names than the first.
         """
         packed = packed_values(events, self._module)
-        sums = self._places[place]
+        sums = self._sums_of[step_kind]
         sums.in_parts |= not is_last
         logged, batch_size = self._with_sizes(events, packed) if self._adds else ([], None)
         slots = self._sums.usable(logged)
@@ -264,7 +264,7 @@ class Logs:
                     "Log the same names in every step.",
                 )
             self._is_first_instance = False
-            self._numbers.captured(place)
+            self._numbers.captured(step_kind)
         return LoggedStep(events, sums, slots, packed, loss, is_last)
 
     def _with_sizes(

@@ -157,7 +157,7 @@ def _can_add(slot: Slot, logged: LoggedValue) -> bool:
 
 
 @dataclass
-class SumsOfPlace:
+class SumsOfStep:
     """The running sums of the graphs of one kind of step.
 
     Attributes:

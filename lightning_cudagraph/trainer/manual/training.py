@@ -270,7 +270,7 @@ class _ManualRecorder(StepRecorder):
         numbers = self.whole.numbers.of(indices[0]) if indices else {}
         return _BatchArguments(batch, 1, numbers, tuple(indices))
 
-    def lent(self, arguments: Arguments) -> Collection[int]:
+    def own_memory(self, arguments: Arguments) -> Collection[int]:
         leaves = flatten_batch(arguments.batch)
         return {storage_id(leaf) for _, leaf in leaves if isinstance(leaf, Tensor)}
 

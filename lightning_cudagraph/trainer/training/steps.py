@@ -344,18 +344,18 @@ class TrainingStep(TrainingReplay, Step[StepOutputs]):
         steps, signature = self.steps, self.signature
         run = steps._run
         assert signature is not None
-        place = self.accumulation, signature
+        step_kind = self.accumulation, signature
         with run.replicas.undone():  # each capture instance begins in the same state
             timings = run.settings.timings if timed else None
             outputs = steps._recorder.record(
-                batch, self.closure, self.body, timings, cut, place, signature.reads
+                batch, self.closure, self.body, timings, cut, step_kind, signature.reads
             )
         outputs.is_measured = steps._engine.graphs.is_timed(signature)
         return outputs
 
     def rehearse(self, batch: Any) -> StepOutputs:
-        place = self.accumulation, self.signature
-        return self.steps._recorder.record(batch, self.closure, self.body, None, None, place)
+        step_kind = self.accumulation, self.signature
+        return self.steps._recorder.record(batch, self.closure, self.body, None, None, step_kind)
 
     def values(self, outputs: StepOutputs) -> dict[str, Tensor]:
         return outputs.values()

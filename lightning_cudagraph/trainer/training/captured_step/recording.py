@@ -60,13 +60,13 @@ class Recorder:
         body: StepBody,
         timings: LayerTimings | None,
         cut: BreakGraph | None,
-        place: Hashable,
+        step_kind: Hashable,
         reads: HostReads | None = None,
     ) -> StepOutputs:
         """Run a step on the static batch.
 
         Args:
-            place: the kind of step: its accumulation phase and batch signature.
+            step_kind: the kind of step: its accumulation phase and batch signature.
             reads: in a capture, notes what the step reads of numbers that move.
 
         Raises:
@@ -126,7 +126,7 @@ class Recorder:
             def break_graph(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
                 nonlocal taken, uncounted
                 self._metrics.write_back()
-                part = self._logs.finished(parts.events[taken:], place, capturing, is_last=False)
+                part = self._logs.finished(parts.events[taken:], step_kind, capturing, is_last=False)
                 breaks.append(HostBreak(whose, part, uncounted, run, parts.recomputed.so_far()))
                 taken, uncounted = len(parts.events), 0
                 if cut is not None:
@@ -140,7 +140,7 @@ class Recorder:
                 stack.enter_context(timed_stages(marks, self._trainer, self._module))
             with (
                 self._run.recorded(
-                    place,
+                    step_kind,
                     batch,
                     capturing,
                     lambda: ", ".join(at_break.whose for at_break in breaks),
@@ -153,7 +153,7 @@ class Recorder:
                 result = inner.consume_result()
         if result.loss is None:
             raise self.returned_none()
-        logged = self._logs.finished(parts.events[taken:], place, capturing, result.loss)
+        logged = self._logs.finished(parts.events[taken:], step_kind, capturing, result.loss)
         # The result still refers to autograd's graph, and so to the memory of all activations.
         refuse_odd_outputs(result.extra, "the output of `training_step`")
         for path, leaf in flatten_batch(result.extra):
