@@ -360,7 +360,7 @@ class HostReads:
         has_many: Callable[[HostRead], bool],
         refuse: Callable[[HostRead], None],
     ) -> HostValue:
-        """A `HostValue` for an integer that is another in each batch; `has_many` rates its reads."""
+        """A `HostValue` for an integer that differs in each batch; reads of many values are refused."""
 
         def note(read: HostRead) -> None:
             if has_many(self._limited(read)):

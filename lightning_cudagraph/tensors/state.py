@@ -142,13 +142,13 @@ class StaticState:
             self._references = None
             return
         self._drop_columns()
-        statics = {storage_id(binding.static) for binding in self._bindings.values()}
+        storages = {storage_id(binding.static) for binding in self._bindings.values()}
         # If a value does not fit, no graph that knows the tensor is replayed.
         moved = [
             binding for binding in self._bindings.values() if not _is_bound(binding) and binding.fits()
         ]
         for binding in moved:
-            if storage_id(binding.namespace[binding.name]) in statics:  # that of another attribute
+            if storage_id(binding.namespace[binding.name]) in storages:  # that of another attribute
                 binding.namespace[binding.name] = binding.namespace[binding.name].clone()
         for binding in moved:
             _take_over(binding)
@@ -174,12 +174,12 @@ class StaticState:
                     "Keep the shape and the dtype of a state the same in all steps.",
                 )
             binding.rebound = True
-        statics = {storage_id(binding.static) for binding in self._bindings.values()}
+        storages = {storage_id(binding.static) for binding in self._bindings.values()}
         by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         with torch.no_grad():
             for binding in moved:
                 value = binding.namespace[binding.name]
-                if storage_id(value) in statics:  # the value of another attribute before the step
+                if storage_id(value) in storages:  # the value of another attribute before the step
                     value = value.clone()
                 targets, values = by_dtype.setdefault(binding.static.dtype, ([], []))
                 targets.append(binding.static)

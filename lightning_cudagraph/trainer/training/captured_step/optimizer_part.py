@@ -62,7 +62,7 @@ class OptimizerPart:
         ]
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Prepare an optimizer for capture, unless it steps eagerly; if it cannot, change nothing."""
+        """Prepare an optimizer for capture, unless it steps eagerly; a refusal changes nothing."""
         self.optimizer = EagerOptimizer(optimizer)
         if self.eager_reason is not None:
             return
