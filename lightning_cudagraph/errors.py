@@ -195,7 +195,6 @@ class UnsupportedError(CUDAGraphError):
         """Add what else was found in the same step to the error, and to its message.
 
         Args:
-            found: findings; the one of this error may be among them.
             ended_by: what has ended the search before the end of the step, in words; or nothing.
         """
         self.search_ended_by = ended_by
@@ -242,7 +241,6 @@ class Wording:
 
     Attributes:
         steps: its steps, as the beginning of a sentence.
-        signature: what tells its graphs apart.
         words: its own for parts of messages, by these; longer ones first.
     """
 

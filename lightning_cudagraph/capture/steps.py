@@ -113,9 +113,7 @@ class Replay(Generic[T]):
 class Step(Replay[T], ABC):
     """A step, for every phase of its batch; each front end has a subclass.
 
-    Attributes:
-        eager_reason: why this step must run eagerly, though others of its phase are replayed;
-            empty if it does not.
+    It runs eagerly, though others of its phase are replayed, if it has an `eager_reason`.
     """
 
     eager_reason: str = ""

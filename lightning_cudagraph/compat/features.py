@@ -12,7 +12,6 @@ class Feature:
     """A feature that needs private names.
 
     Attributes:
-        what: a noun phrase for messages.
         without: what the user can do without it; for an optional feature, what is lost.
         is_optional: True if it is switched off when a name is missing, and the report says so; other
             features are refused.

@@ -47,9 +47,7 @@ class Backend(Protocol):
             its reading.
         overlaps: True if ops on several streams run concurrently, so that trials show how many streams
             are fastest.
-        streams: the number of streams that independent ops are captured on.
         barriers: the ops of the last capture that made all streams wait, with their counts.
-        records_flow: record the data flow of captures.
         flow: the data flow of the last capture, if it was recorded.
         in_graph_break: True at a graph break of a replay. The pool then holds memory that the rest of
             the replay needs, so that no other graph may be replayed.

@@ -50,9 +50,8 @@ def are_several() -> bool:
 class StepProcesses:
     """An `Agreement` on the calls of one function; every process makes one and votes equally often.
 
-    Args:
-        end: releases the graphs; given the error that ends the program, or None. Called at the latest
-            when Python ends, because a process group with graphs on it cannot be torn down.
+    `end` releases the graphs, given the error that ends the program, or None: at the latest when Python
+    ends, because a process group with graphs on it cannot be torn down.
     """
 
     def __init__(self, device: torch.device, end: weakref.WeakMethod[Any]) -> None:

@@ -97,9 +97,6 @@ def _rebuild(value: Any, members: list[Any]) -> Any:
 def flatten_batch(batch: Any) -> _Leaves:
     """The leaves of a batch with their paths, depth first, in a fixed order.
 
-    Args:
-        batch: any nesting of lists, tuples, named tuples, mappings and dataclasses.
-
     Returns:
         Pairs of path, such as ``batch['image'][0]``, and leaf.
     """

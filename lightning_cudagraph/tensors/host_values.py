@@ -66,9 +66,6 @@ class HostValue:
     It has the type of its value for `isinstance`, and its operations alone. It is no subclass of that
     type: C code would read a string or a number without a call. C code that insists on the type itself
     raises a `TypeError`.
-
-    Args:
-        on_read: called before each use of the value.
     """
 
     def __new__(cls, value: Any, *args: Any) -> Self:
@@ -128,7 +125,6 @@ class _HostNumber(HostValue):
 
     Args:
         read: what it is of a host value.
-        note: called with what is read, before each read.
         make_part: makes what the step gets for another part.
     """
 

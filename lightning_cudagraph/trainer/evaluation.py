@@ -69,11 +69,7 @@ class _Outputs:
 
 @dataclass(kw_only=True, eq=False)
 class _EvaluationStep(Step[_Outputs]):
-    """The step of one batch.
-
-    Attributes:
-        others: functions that give another result in a capture.
-    """
+    """The step of one batch."""
 
     evaluation: GraphedEvaluation
     indices: tuple[int, ...]

@@ -40,10 +40,6 @@ class CollectiveHook(Protocol):
     def __call__(self, name: str, tensors: Any) -> Callable[[Any], None]:
         """Called when a collective is about to be issued on the current stream.
 
-        Args:
-            name: public name, such as ``all_reduce``.
-            tensors: its arguments, tensors and others.
-
         Returns:
             A function to call after the collective is issued, with its `Work`; or with None if the
             current stream waits for it.

@@ -41,9 +41,6 @@ def not_compiled(function: Callable[..., Any], with_what_it_calls: bool = False)
     Where Dynamo gives up a frame, it compiles the functions that the frame calls, and it does not tell
     torch's functions from this package's patches of them. A function can still be inlined into compiled
     code; only compiling it by itself is skipped.
-
-    Args:
-        with_what_it_calls: True to skip the functions that it calls, too.
     """
     frames: Any = eval_frame
     with suppress(AttributeError):  # names are gone: captures are refused then

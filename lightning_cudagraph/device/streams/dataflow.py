@@ -179,7 +179,6 @@ class Flow:
 
         Args:
             writes: existing memory that it writes; `made` takes the memory that it allocates.
-            cost: estimated time, about 1 for a small kernel.
             also_after: called with the stream and the begin of the op there; returns further ops to wait
                 for.
         """

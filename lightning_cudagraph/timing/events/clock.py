@@ -42,7 +42,6 @@ class FitClock:
 
     Args:
         every_n_steps: one in so many optimizer steps is timed, with all its micro-batches; 0 for none.
-        waited_s: the host's wait for other processes so far.
     """
 
     def __init__(

@@ -40,7 +40,6 @@ class Layer:
     """A timed layer and its place among the others.
 
     Attributes:
-        name: as in `named_modules`.
         containers: the timed layers that contain it, by name, from the outermost to the innermost.
         is_sum: most of its time is that of its members.
     """

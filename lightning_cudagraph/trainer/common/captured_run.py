@@ -52,7 +52,6 @@ class RecordedParts(NamedTuple):
 
     Attributes:
         recomputed: module attributes that torch's own hooks rebind in each step.
-        audit: None outside of a capture.
     """
 
     events: list[Event]
@@ -65,7 +64,6 @@ class CapturedRun:
     """State of a run with captured steps.
 
     Attributes:
-        is_training: False for an evaluation.
         not_collective: captured code that must have no collectives, in words, and the remedy; None if
             the processes of the run replay it together.
     """
@@ -145,7 +143,6 @@ class CapturedRun:
         """Context of a step on the static batch: record what follows after a replay, and audit the rest.
 
         Args:
-            capturing: True in a capture, False in a rehearsal.
             hooks: returns the hooks at the graph breaks of the step, in words.
         """
         with ExitStack() as stack:

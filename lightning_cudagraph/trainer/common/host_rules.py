@@ -226,9 +226,6 @@ def refuse_replaced_methods(
 
     Functions and bound methods are audited with the rest of the user's code. The audit cannot look into
     other callables.
-
-    Raises:
-        CaptureError: naming the method, and the class of its replacement.
     """
     methods = (step, *_MODULE_METHODS)
     owners: list[tuple[Any, tuple[str, ...]]] = [(module, methods)]

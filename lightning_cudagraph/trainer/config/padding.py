@@ -52,10 +52,6 @@ def _pad_batches(
 
     Lightning's loops hand each batch of a loader to the precision plugin first. This happens with graphs
     and without them, so that all runs with the same buckets have the same numbers.
-
-    Args:
-        buckets: the buckets, applied one after the other.
-        evaluation: pad in validation, test and prediction too.
     """
     plugin = trainer.precision_plugin
     convert = getattr(plugin, _CONVERT)

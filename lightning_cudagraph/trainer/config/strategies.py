@@ -89,7 +89,6 @@ def row_of(strategy: type | object, *, unused: bool = False, tensor_parallel: bo
     """Return the row of a strategy.
 
     Args:
-        strategy: a strategy of Lightning or Fabric, or its class.
         unused: True if every step looks for parameters without gradients.
         tensor_parallel: True if weights are split over devices.
     """

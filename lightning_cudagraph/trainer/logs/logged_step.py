@@ -51,7 +51,6 @@ class LoggedStep:
 
     Args:
         slots: the sums that the graph has added to, by key.
-        values: the values to pack, by the index of their event.
     """
 
     def __init__(

@@ -24,12 +24,7 @@ _MAX_STEPS = 16
 
 @dataclass
 class _Seen:
-    """A number over the steps of one warm-up.
-
-    Attributes:
-        pairs: the number of pairs of consecutive steps.
-        moves: the number of pairs in which it changed.
-    """
+    """A number over the pairs of consecutive steps of one warm-up, and in how many it changed."""
 
     last: Any
     pairs: int = 0

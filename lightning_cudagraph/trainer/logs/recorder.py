@@ -184,9 +184,6 @@ class Logs:
     def recorded(self, step_kind: Hashable, batch: Any, capturing: bool) -> Iterator[list[Event]]:
         """Context of a step that records logged values, instead of reducing them, and metric calls.
 
-        Args:
-            capturing: the step is captured, and not run eagerly for a comparison.
-
         Yields:
             The list of recorded events. Pass it to `finished` inside the capture.
         """
@@ -237,11 +234,7 @@ class Logs:
         loss: Tensor | None = None,
         is_last: bool = True,
     ) -> LoggedStep:
-        """Add up and pack the logged values at the end of a recorded step, or of a part of it.
-
-        Raises:
-            CaptureError: if a further capture instance of the step logs other names than the first.
-        """
+        """Add up and pack the logged values at the end of a recorded step, or of a part of it."""
         packed = packed_values(events, self._module)
         sums = self._sums_of[step_kind]
         sums.in_parts |= not is_last

@@ -57,7 +57,6 @@ class ShownValues:
 
     Attributes:
         is_drawing: a bar is being drawn that can do with the values of an earlier step.
-        waits: number of reads that have waited for the device.
     """
 
     def __init__(

@@ -30,12 +30,7 @@ def converted(value: Tensor) -> Tensor:
 
 @dataclass
 class LoggedValue:
-    """A value that a step logs.
-
-    Attributes:
-        key: its key in Lightning's results.
-        batch_size: its weight in a mean.
-    """
+    """A value that a step logs, with its key in Lightning's results and its weight in a mean."""
 
     key: str
     value: Tensor

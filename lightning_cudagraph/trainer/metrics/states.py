@@ -95,9 +95,6 @@ class StepMetrics:
     def recording(self, note: Callable[[MetricCall], None]) -> Iterator[None]:
         """Context of a captured step, in which calls of metrics are captured or deferred.
 
-        Args:
-            note: called with the host part of each call, in order.
-
         Raises:
             CaptureError: if a metric is computed or reset, or if the state or the result of a deferred
                 metric is read. The message names the metric and the user's line.

@@ -54,11 +54,8 @@ class AfterReplay:
     ) -> dict[str, Any] | None:
         """Leave the state that Lightning has at the end of an eager step.
 
-        Args:
-            wanted: return the outputs at once. If not, what was logged waits until it is asked for.
-
-        Returns:
-            Copies of the outputs, as hooks get them, with the loss; None if not wanted.
+        Return copies of the outputs, as hooks get them, with the loss, if they are `wanted` at once. If
+        not, what was logged waits until it is asked for.
         """
         self._replicas.replayed(accumulation)
         given: dict[str, Any] | None = None

@@ -42,11 +42,7 @@ class GraphClosure(Closure):
 
 
 class GraphedOptimization(_AutomaticOptimization):
-    """Lightning's automatic optimization, with a `GraphClosure` for each batch.
-
-    Attributes:
-        skipped: called with the reason why a batch gets no such closure.
-    """
+    """Lightning's automatic optimization, with a `GraphClosure` for each batch."""
 
     call: Call
     skipped: Callable[[str], None]

@@ -182,11 +182,7 @@ class TrainingSteps:
         )
 
     def again(self, batch: Any, batch_idx: int, drops: bool, steps: bool) -> StepOutputs | None:
-        """Do a step on the fast path: a replay without a closure.
-
-        Returns:
-            The static outputs. None if more than a replay is due; nothing has happened then.
-        """
+        """Do a step on the fast path: a replay without a closure; None if more than that is due."""
         part, optimization = self._part, self._optimization
         accumulation = AccumulationPhase(drops, steps, steps and bool(self._replicas.wrappers))
         if (

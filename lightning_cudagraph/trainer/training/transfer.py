@@ -58,14 +58,7 @@ class BatchTransfer:
             return self._original(batch, *args, **kwargs)
 
     def straight(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy a batch of the training loop into the static inputs, if no user code sees it.
-
-        Args:
-            batch: as the loader yields it.
-
-        Returns:
-            The static batch, or None if nothing was copied.
-        """
+        """Copy a loader's batch into the static inputs if no user code sees it; else return None."""
         if not self._has_static():
             return None
         if self._unseen is None:

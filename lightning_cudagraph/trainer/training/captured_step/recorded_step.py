@@ -81,7 +81,6 @@ class StepBody:
     """The captured part of a step.
 
     Attributes:
-        run: does the step with the given closure.
         arithmetic: context around the step; its argument is True in a capture.
     """
 

@@ -68,9 +68,6 @@ class Recorder:
         Args:
             step_kind: the kind of step: its accumulation phase and batch signature.
             reads: in a capture, notes what the step reads of numbers that move.
-
-        Raises:
-            CaptureError: if the step has an effect on the host that a replay would not have.
         """
         capturing = cut is not None
         with going_on():

@@ -79,7 +79,6 @@ class RunTimes:
     Without a choice of layers, only the step time on the host is measured.
 
     Attributes:
-        off: notes on features that are off because private names of other packages are missing.
         clock: times of replays, or of the steps of an eager run.
         eager_clock: times of the eager step of the warm-up, for comparison.
     """
