@@ -41,7 +41,7 @@ def metric_reads(note: Callable[[Metric, str, Location | None], None]) -> Iterat
         if (not name.startswith("__") or name in _EVERYTHING) and name not in _METHODS:
             frame = sys._getframe(1)
             is_plumbing = any(frame.f_code is code for code in _PLUMBING)
-            user_caller = None if is_plumbing else _asker(self, frame)
+            user_caller = None if is_plumbing else _user_caller(self, frame)
             if user_caller is not None:
                 own = object.__getattribute__(self, "__dict__")
                 for attribute in [*own] if name in _EVERYTHING else [name]:
@@ -86,15 +86,15 @@ class MetricReads:
                 mentioned.attributes.append((holder, name, f"a `{type(metric).__qualname__}`"))
 
 
-def _asker(metric: Metric, frame: FrameType | None) -> FrameType | None:
+def _user_caller(metric: Metric, frame: FrameType | None) -> FrameType | None:
     """The user's frame that reads an attribute, outside of the metric's own code; None if another's."""
     while frame is not None:
         code = frame.f_code
         receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         file = code.co_filename
-        is_asker = is_users(code, frame.f_globals)
+        is_users_code = is_users(code, frame.f_globals)
         passes_on = file.startswith("<") or (file.startswith(_STDLIB) and _PACKAGES not in file)
-        if receiver is not metric and (is_asker or not passes_on):
-            return frame if is_asker else None
+        if receiver is not metric and (is_users_code or not passes_on):
+            return frame if is_users_code else None
         frame = frame.f_back
     return None
