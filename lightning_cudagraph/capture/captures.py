@@ -278,8 +278,9 @@ class Captures(Generic[T]):
                 in_optimizer=True,
             )
         maker = self._graphs.maker(step)
-        if isinstance(maker, CapturedStep):
+        if isinstance(maker, CapturedStep) and not self._copies.is_in_place(step.parameters()[1]):
             maker.put_back_gradients()
+            self._copies.in_place = []
         else:
             self._copies.move_apart(*step.parameters(), step.is_followed_by_user_code)
         made: list[CapturedStep[T]] = []
@@ -314,6 +315,7 @@ class Captures(Generic[T]):
                 step.parameters(),
                 self._compiled,
                 one_place=step.in_window and step.accumulation == MAKES_GRADIENTS,
+                in_place=self._copies.in_place,
             )
             captured.capture(step.record, first)
             return captured

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -15,13 +15,16 @@ from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
+from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.external_references import (
     ExternalReferences,
     Gradients,
     HandedOut,
     adopt,
     gradients_of,
+    in_memory_of,
 )
+from lightning_cudagraph.tensors.layouts import Layouts
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
@@ -74,6 +77,7 @@ class CapturedStep(Generic[T]):
         compiled: compiled code in the step. If there is any, a further capture runs the step without
             `torch.compile`, to inspect its Python.
         one_place: all instances write gradients to the same addresses, for steps that add to them.
+        in_place: parameters with gradients of user code, which the step adds to in their memory.
 
     Attributes:
         tape: the ops of the step at its first verification.
@@ -88,11 +92,13 @@ class CapturedStep(Generic[T]):
         parameters: tuple[list[nn.Parameter], list[nn.Parameter]],
         compiled: CompiledCode,
         one_place: bool,
+        in_place: Iterable[nn.Parameter] = (),
     ) -> None:
         self._backend = backend
         self.static = static
         self._compiled = compiled
         self._one_place = one_place
+        self._in_place = {*map(id, in_place)}
         self._instances: list[CaptureInstance[T]] = []
         self._rings: dict[bool, deque[CaptureInstance[T]]] = {}
         self._last: CaptureInstance[T] | None = None
@@ -106,6 +112,7 @@ class CapturedStep(Generic[T]):
         # All instances add to these gradients in place. Kept as aliases: a reference to the gradient
         # itself would count as an external one.
         self._accumulated = [(parameter, grad.detach()) for parameter, grad in gradients_of(added)]
+        self._added_layouts = Layouts([gradient for _, gradient in self._accumulated])
         # Parameters without a gradient to add to: the step makes one, or leaves the parameter alone. The
         # graph is valid only as long as they have none before the step.
         self._absent = [parameter for parameter in added if parameter.grad is None]
@@ -119,7 +126,7 @@ class CapturedStep(Generic[T]):
             CaptureError: if no graph can hold the step. Gradients, memory and random state are as
                 before, and all instances are released.
         """
-        there = gradients_of(parameter for parameter, _ in self._accumulated)
+        there = gradients_of(self.adds)
         before = [parameter.grad for parameter in self._makes]
         try:
             if self._compiled.is_called and not self._instances:
@@ -167,6 +174,19 @@ class CapturedStep(Generic[T]):
                 lambda: self._compiled.held(lambda: _moved(record(loan.batch, cut, is_timed), target)),
                 is_compiled=self._compiled.is_called,
             )
+        if moved := [
+            (grad, old)
+            for (_, grad), (_, old) in zip(there, self._accumulated, strict=True)
+            if not in_memory_of(grad, old)
+        ]:
+            self._backend.release(graph)
+            for grad, old in moved:
+                grad.data = old
+            raise CaptureError(
+                "The step gives a gradient that it adds to other memory (`p.grad.data = ...`), where no"
+                f" other graph would find it. Its shape is {tuple(moved[0][0].shape)}.",
+                "Write into the gradient instead: `p.grad.copy_(...)`.",
+            )
         # Some are added to, or read, and then dropped: they end at an address of the graph.
         replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
         made = [*self._dropped, *replaced]
@@ -205,7 +225,7 @@ class CapturedStep(Generic[T]):
         self._runs_between = between
         made = [pair for each in self._instances for at in each.breaks for pair in at.made]
         every = [pair for each in self._instances for pair in each.gradients]
-        added = gradients_of(parameter for parameter, _ in self._accumulated)
+        added = gradients_of(self.adds)
         self._holds = ExternalReferences([*every, *made], added)
 
     @property
@@ -250,9 +270,32 @@ class CapturedStep(Generic[T]):
             return "a parameter that had a gradient before the step has none now"
         return None
 
+    def replaced(self) -> tuple[list[nn.Parameter], bool]:
+        """Find parameters with gradients in other memory than those that the step adds to.
+
+        Returns:
+            The parameters, and True if user code has replaced one to which the step adds in place.
+        """
+        moved = [p for p, g in self._accumulated if p.grad is not None and not in_memory_of(p.grad, g)]
+        missing = self._in_place and any(
+            p.grad is None for p, _ in self._accumulated if id(p) in self._in_place
+        )
+        return moved, bool(missing) or any(id(p) in self._in_place for p in moved)
+
+    @property
+    def adds(self) -> list[nn.Parameter]:
+        """The parameters with gradients that the step only adds to."""
+        return [parameter for parameter, _ in self._accumulated]
+
     def adopt_gradients(self) -> None:
         """Move the gradients that the step only adds to back to the addresses in the graph."""
-        adopt(self._accumulated)
+        if not self._are_in_place():
+            adopt(self._accumulated)
+
+    def _are_in_place(self) -> bool:
+        """True if all gradients that the step adds to are at the addresses in the graph."""
+        present = [parameter.grad for parameter, _ in self._accumulated]
+        return None not in present and not self._added_layouts.changed(present)
 
     def put_back_gradients(self) -> None:
         """Move the gradients that the step makes back to the addresses in the graph."""

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 from lightning_cudagraph.capture.context import EngineContext
+from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
@@ -57,6 +58,23 @@ class Invalidation(Generic[T]):
         if self._copies.are_given:
             return False
         return any(each.is_kept(after_pause) for each in self._graphs.all())
+
+    def gradients_are_others(self, captured: CapturedStep[T]) -> bool:
+        """True if user code has given parameters gradients of its own, which the graph does not have."""
+        moved, is_in_place = captured.replaced()
+        if not moved or is_in_place or self._copies.are_copies(moved):
+            return is_in_place
+        if self._copies.clash(captured.adds):
+            return True
+        return not self._copies.are_others and bool(self._copies.of_user_code(moved))
+
+    def follow_gradients(self, captured: CapturedStep[T]) -> None:
+        """Capture again in place, where the gradients are; copy them if they were replaced before."""
+        if captured.replaced()[1]:
+            self._copies.are_others = True
+        if self._copies.are_others:
+            self._copies.are_given = True
+        self.drop("user code gives a parameter a gradient of its own")
 
     @property
     def suspicion(self) -> str:

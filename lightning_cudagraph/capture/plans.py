@@ -18,6 +18,8 @@ T = TypeVar("T")
 # Batches in a row for which a graph expects other gradients before the step, until it is invalidated.
 _MAX_MISMATCHES = 8
 
+_CLASH = "user code gives parameters gradients that share memory"
+
 # The intent, the reason if the step is eager, the signature, and the captured step if there is one.
 Plan = tuple[Intent, str, Signature | None, CapturedStep[T] | None]
 
@@ -52,6 +54,8 @@ class Plans(Generic[T]):
         if captured is None or self.is_due(step, captured):
             return None
         if self._admission.is_varied and captured.stale(is_varied=True):
+            return None
+        if self._invalidation.gradients_are_others(captured):
             return None
         if self._agreement is not None:
             met = self.met = self._agreement.vote(Intent.REPLAY)
@@ -90,6 +94,13 @@ class Plans(Generic[T]):
                 captured.n_mismatches += 1
                 return Intent.EAGER, change, None, None
             self._invalidation.drop(change)
+            captured = None
+        if captured is None and self._copies.clash(step.parameters()[1]):
+            return Intent.EAGER, _CLASH, None, None
+        if captured is not None and self._invalidation.gradients_are_others(captured):
+            if self._copies.are_others:
+                return Intent.EAGER, _CLASH, None, None
+            self._invalidation.follow_gradients(captured)
             captured = None
         if captured is not None:
             captured.n_mismatches = 0

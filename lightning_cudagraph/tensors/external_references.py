@@ -14,8 +14,8 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, repeat
-from weakref import WeakSet
+from itertools import chain, pairwise, repeat
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,15 @@ from lightning_cudagraph.compat.features import HELD_GRADIENTS
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.tensors.layouts import Layouts
 from lightning_cudagraph.tensors.local import address_of, local
+from lightning_cudagraph.tensors.writes import storage_id
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
 # The number of tensors and other objects that refer to the storage with this id.
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+# The references to a tensor from C++ (saved tensors, DLPack), and one for its Python object.
+_use_count: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
+_grad_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 
 
 def _references_of_grad() -> int:
@@ -44,12 +48,6 @@ def _references_of_grad() -> int:
 
 
 _REFERENCES_OF_GRAD = _references_of_grad()
-
-
-# The references to a tensor from C++, and one for its Python object; only some versions have it.
-_use_count: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
-_grad_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
-
 
 _all: WeakSet[ExternalReferences] = WeakSet()
 
@@ -74,8 +72,7 @@ class ExternalReferences:
         self._storages = [local(gradient).untyped_storage() for _, gradient in self._gradients]
         self._numbers = [int(storage._cdata) for storage in self._storages]
         self._layouts = Layouts(self._tensors)
-        self._references: list[int] = []
-        self._users: list[int] = []
+        self._counts: list[list[int]] = []
         _all.add(self)
 
     @staticmethod
@@ -102,26 +99,25 @@ class ExternalReferences:
         alone.count()
         others = ExternalReferences(unknown)
         del unknown
-        others._references = alone._references * len(others._gradients)
-        others._users = alone._users * len(others._gradients)
+        others._counts = [count * len(others._gradients) for count in alone._counts]
         return others.is_any_kept() or any(holds.is_any_kept() for holds in known.values())
 
     def count(self) -> None:
         """Count the references without external ones, and note where the gradients are."""
         self._layouts = Layouts(self._tensors)
-        self._references, self._users = self._referring(), self._using()
+        self._counts = self._counted()
 
     def is_any_kept(self) -> bool:
         """True if there is an external reference to a gradient, or one has other memory."""
-        users, references = self._using(), self._referring()
-        if any(map(operator.gt, users, self._users)):
-            return True
-        if any(map(operator.gt, references, self._references)):
+        counts = self._counted()
+        if any(
+            any(map(operator.gt, now, then)) for now, then in zip(counts, self._counts, strict=False)
+        ):
             return True
         if self._layouts.changed(self._tensors):
             return True
         # The count may have fallen: some references were garbage when they were counted.
-        self._users, self._references = users, references
+        self._counts = counts
         return False
 
     def move_out(self) -> None:
@@ -131,9 +127,12 @@ class ExternalReferences:
         CPU, where graphs share no memory, and where an array refers to the tensor itself.
         """
         # A capture that was refused has no counts: no code has seen its gradients.
+        then_of = zip(*self._counts[:2], strict=True)
         alone = {
-            storage.data_ptr(): now <= then
-            for now, then, storage in zip(self._using(), self._users, self._storages, strict=False)
+            storage.data_ptr(): users <= users_then and uses <= uses_then
+            for storage, users, uses, (users_then, uses_then) in zip(
+                self._storages, *self._counted()[:2], then_of, strict=False
+            )
         }
         with ExternalReferences.of_captures_apart():
             for _, gradient in self._gradients[: self._n_own]:
@@ -142,20 +141,27 @@ class ExternalReferences:
                 if alone.get(place, False) and gradient.device.type != "cpu":
                     gradient.data = gradient.clone()
 
-    def _using(self) -> list[int]:
-        return [*map(_users_of, self._numbers)] if _users_of is not None else [0] * len(self._numbers)
+    def _counted(self) -> list[list[int]]:
+        """Count tensors on the storage, references from C++, from Python, and to the storage object."""
+        none = [0] * len(self._tensors)
+        users = none if _users_of is None else [*map(_users_of, self._numbers)]
+        storages = [*map(sys.getrefcount, self._storages)]
+        references = [*map(sys.getrefcount, self._tensors)]
+        are_set = [*map(operator.is_, map(_grad_of, self._parameters), self._tensors)]
+        if _use_count is None:
+            uses, of_torch = none, are_set
+        else:
+            counts = [*map(_use_count, self._tensors)]
+            uses = [*map(operator.sub, counts, are_set)]
+            of_torch = [*map(operator.gt, counts, repeat(1))]
+        if _REFERENCES_OF_GRAD:
+            # One reference less where C++ code refers to the gradient, besides the Python object.
+            references = [*map(operator.sub, references, of_torch)]
+        return [users, uses, references, storages]
 
-    def _referring(self) -> list[int]:
-        counts = map(sys.getrefcount, self._tensors)
-        if not _REFERENCES_OF_GRAD:
-            return [*counts]
-        # One reference less where C++ code refers to the gradient, besides the Python object.
-        of_torch = (
-            map(operator.is_, map(_grad_of, self._parameters), self._tensors)
-            if _use_count is None
-            else map(operator.gt, map(_use_count, self._tensors), repeat(1))
-        )
-        return [*map(operator.sub, counts, of_torch)]
+
+# The gradients that were handed out and are still alive, by id.
+_copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 class HandedOut:
@@ -178,7 +184,8 @@ class HandedOut:
     def own(self, gradient: Tensor) -> Tensor:
         """The copy of a gradient of the graph."""
         if id(gradient) not in self._own:
-            self._own[id(gradient)] = torch.empty_like(gradient)
+            copy = self._own[id(gradient)] = torch.empty_like(gradient)
+            _copies[id(copy)] = copy
         return self._own[id(gradient)]
 
     def give(self, gradients: Gradients) -> None:
@@ -206,18 +213,59 @@ class HandedOut:
 class GradientCopies:
     """The decision to copy gradients out, and the copies of one step.
 
+    A step that adds to gradients of user code is captured in place, on their memory: views of one flat
+    buffer, a tensor that user code keeps. If user code gives it others later, gradients are copied.
+
     Attributes:
         are_given: True once there was an external reference to a gradient, or if they cannot be counted.
+        are_others: True once user code has replaced gradients that a step adds to in place.
+        in_place: parameters with gradients of user code in the last capture.
         handed: the copies of the present step, if there are any.
     """
 
     def __init__(self) -> None:
         self.are_given = not available(HELD_GRADIENTS)
+        self.are_others = False
+        self.in_place: list[nn.Parameter] = []
+        self._known: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # those of user code
         self.handed: HandedOut | None = None
 
     def begin(self, parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]) -> None:
         """Prepare copies for the parameters of a step that begins: dropped and added to."""
         self.handed = HandedOut(chain(*parameters()))
+
+    def of_user_code(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters with gradients that user code refers to, and that are not of a graph."""
+        of_graphs = {id(g): g for holds in _all for _, g in holds._gradients[: holds._n_own]}
+        found = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None or any(
+                each.get(id(gradient)) is gradient for each in (of_graphs, _copies)
+            ):
+                continue
+            is_known = self._known.get(id(gradient)) is gradient
+            del gradient
+            if is_known or ExternalReferences.is_one_kept([parameter]):
+                found.append(parameter)
+        return found
+
+    @staticmethod
+    def are_copies(parameters: list[nn.Parameter]) -> bool:
+        """True if parameters have copies that were handed out, each its own."""
+        ids = {id(p.grad) for p in parameters if _copies.get(id(p.grad)) is p.grad}
+        return len(ids) == len(parameters)
+
+    def clash(self, added: list[nn.Parameter]) -> bool:
+        """True if gradients overlap, of which one at least is to be copied."""
+        if not _overlap(added):
+            return False
+        in_place = [] if self.are_others else self.of_user_code(added)
+        return len(in_place) < len(added)
+
+    def is_in_place(self, added: list[nn.Parameter]) -> bool:
+        """True if a step adds to gradients of user code in their memory."""
+        return not self.are_others and bool(self.of_user_code(added))
 
     def move_apart(
         self, dropped: list[nn.Parameter], added: list[nn.Parameter], can_be_kept: Callable[[], bool]
@@ -225,14 +273,18 @@ class GradientCopies:
         """Copy gradients that the step adds to before a capture, if there are external references.
 
         Args:
-            dropped: parameters with gradients that the step drops.
-            added: parameters with gradients that the step adds to.
             can_be_kept: True if user code can hold gradients between two steps.
         """
-        if not self.are_given and can_be_kept() and ExternalReferences.is_one_kept(added):
-            self.are_given = True
+        self.in_place = []
+        if can_be_kept():
+            if not self.are_others:
+                self.in_place = self.of_user_code(added)
+                self._known |= {id(p.grad): p.grad for p in self.in_place if p.grad is not None}
+            in_place = {*map(id, self.in_place)}
+            added = [parameter for parameter in added if id(parameter) not in in_place]
+            self.are_given = self.are_given or ExternalReferences.is_one_kept(added)
         if self.are_given:
-            self.handed = self.handed or HandedOut([*dropped, *added])
+            self.handed = self.handed or HandedOut([*dropped, *added, *self.in_place])
             for parameter in added:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
@@ -253,13 +305,43 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
     return [(p, p.grad) for p in parameters if p.grad is not None]
 
 
+def _overlap(parameters: list[nn.Parameter]) -> bool:
+    """True if gradients overlap each other or parameters."""
+    found = [*map(local, parameters), *(local(g) for _, g in gradients_of(parameters))]
+    places = sorted((t.data_ptr(), t.data_ptr() + _extent_bytes(t)) for t in found if t.numel())
+    return any(second < end for (_, end), (second, _) in pairwise(places))
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.itemsize
+
+
+def in_memory_of(gradient: Tensor, other: Tensor) -> bool:
+    """True if two gradients have the same address and layout."""
+    return gradient is other or (
+        address_of(gradient) == address_of(other)
+        and gradient.shape == other.shape
+        and gradient.stride() == other.stride()
+        and gradient.dtype == other.dtype
+    )
+
+
 def adopt(gradients: Gradients) -> None:
     """Move the present gradients into the graph's tensors, and bind those again."""
-    for parameter, gradient in gradients:
-        now = parameter.grad
-        # By address: several accumulation phases have tensors of their own for the same gradient.
-        if now is not None and (now is gradient or address_of(now) == address_of(gradient)):
-            continue
+    # By address: several accumulation phases have tensors of their own for the same gradient.
+    moved = [
+        (parameter, gradient, parameter.grad)
+        for parameter, gradient in gradients
+        if parameter.grad is None or not in_memory_of(parameter.grad, gradient)
+    ]
+    if len(moved) > 1:
+        targets = {storage_id(gradient) for _, gradient, _ in moved}
+        moved = [
+            (p, gradient, now.clone() if now is not None and storage_id(now) in targets else now)
+            for p, gradient, now in moved
+        ]
+    for parameter, gradient, now in moved:
         if now is None:  # dropped since, by validation
             gradient.zero_()
         else:
