@@ -54,23 +54,144 @@ class HalvesAndKeepsBeforeTheOptimizer(HalvesAndKeeps):
         self.halve()
 
 
+class ZeroesInPlace(Net):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Flat(ZeroesInPlace):
+    """The gradients are parts of one tensor, which hooks in the step read and write."""
+
+    def flatten(self) -> None:
+        parameters = [*self.parameters()]
+        flat = torch.zeros(sum(map(torch.numel, parameters)), device=self.device)
+        self.__dict__["flat"] = flat
+        for parameter, part in zip(parameters, flat.split([*map(torch.numel, parameters)]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def on_train_start(self) -> None:
+        self.flatten()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.flat.clamp_(-0.01, 0.01)
+
+
+class FlatLater(Flat):
+    def on_train_start(self) -> None:
+        self.__dict__["flat"] = torch.zeros((), device=self.device)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 6:
+            self.flatten()
+
+
+class Swaps(Net):
+    def on_train_batch_end(self, *args: Any) -> None:
+        first, second = self.features[0].bias, self.features[1].bias
+        if self.trainer.global_step > 2 and first.shape == second.shape:
+            first.grad, second.grad = second.grad, first.grad
+
+
+class Shares(Net):
+    """A gradient is a part of another one: both are added to."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        of = self.features[0].bias.grad
+        if self.trainer.global_step > 2 and of is not None and self.head.bias.grad is not None:
+            self.head.bias.grad = of[: self.head.bias.numel()]
+
+
+class MainGradients(Net):
+    """Running means, which are the gradients too."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                if not hasattr(parameter, "main_grad"):
+                    parameter.main_grad = parameter.grad.clone()
+                parameter.main_grad.lerp_(parameter.grad, 0.1)
+                parameter.grad = parameter.main_grad
+
+
+class HalvesInTheStep(Net):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data * 0.5
+
+
+class Keeps(Net):
+    """Reads a gradient after the next step, which user code kept for that."""
+
+    def on_train_start(self) -> None:
+        self.__dict__.update(was=None, seen=[])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        gradient = self.head.weight.grad
+        if self.was is not None:
+            self.seen.append(self.read(self.was).clone())
+        self.__dict__["was"] = None if gradient is None else self.kept(gradient)
+
+
+class KeepsSaved(Keeps):
+    """Autograd keeps it for a backward pass."""
+
+    def kept(self, gradient: torch.Tensor) -> Any:
+        scale = torch.ones((), device=self.device, requires_grad=True)
+        return (gradient * scale).sum(), scale
+
+    def read(self, kept: Any) -> torch.Tensor:
+        return torch.autograd.grad(*kept)[0]
+
+
+class KeepsDLPack(Keeps):
+    def kept(self, gradient: torch.Tensor) -> Any:
+        return torch.from_dlpack(gradient)
+
+    def read(self, kept: Any) -> torch.Tensor:
+        return kept.sum()
+
+
+class KeepsStorage(Keeps):
+    def kept(self, gradient: torch.Tensor) -> Any:
+        return gradient.untyped_storage()
+
+    def read(self, kept: Any) -> torch.Tensor:
+        return torch.empty(0, device=self.device).set_(kept).sum()
+
+
+ACCUMULATED = {"accumulate_grad_batches": 4, "max_epochs": 6}
+
 RUNS: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any]]] = {
-    "accumulated": (HalvesAfterTheStep, {"accumulate_grad_batches": 4, "max_epochs": 6}, {}),
+    "accumulated": (HalvesAfterTheStep, ACCUMULATED, {}),
     "eager optimizer": (HalvesBeforeTheOptimizer, {}, {"scope": "forward_backward"}),
     "in the step": (HalvesBeforeTheOptimizer, {}, {}),
-    "accumulated, old memory kept": (
-        HalvesAndKeepsAfterTheStep,
-        {"accumulate_grad_batches": 4, "max_epochs": 6},
-        {},
-    ),
+    "accumulated, old memory kept": (HalvesAndKeepsAfterTheStep, ACCUMULATED, {}),
     "eager optimizer, old memory kept": (
         HalvesAndKeepsBeforeTheOptimizer,
         {},
         {"scope": "forward_backward"},
     ),
+    "parts of one tensor": (Flat, {}, {}),
+    "parts of one tensor, accumulated": (Flat, ACCUMULATED, {}),
+    "parts of one tensor, later": (FlatLater, {"max_epochs": 3}, {}),
+    "swapped": (Swaps, ACCUMULATED, {}),
+    "a part of another": (Shares, ACCUMULATED, {}),
+    "kept, and the gradient too": (MainGradients, ACCUMULATED, {}),
+    "other memory in each step": (HalvesInTheStep, {}, {}),
+    "other memory in each step, accumulated": (
+        HalvesInTheStep,
+        ACCUMULATED,
+        {"on_unsupported": "eager"},
+    ),
+    "kept by autograd": (KeepsSaved, {"max_epochs": 2}, {}),
+    "kept by DLPack": (KeepsDLPack, {"max_epochs": 2}, {}),
+    "kept by its storage": (KeepsStorage, {"max_epochs": 2}, {}),
 }
+_EAGER = ("a part of another", "other memory in each step, accumulated")
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", RUNS)
 def test_training(tmp_path: Path, accelerator: str, name: str) -> None:
     cls, kwargs, options = RUNS[name]
@@ -79,7 +200,9 @@ def test_training(tmp_path: Path, accelerator: str, name: str) -> None:
         make(cls), tmp_path / "graph", CUDAGraphCallback(**options), accelerator=accelerator, **kwargs
     )
     assert_same(plain, graph)
-    assert graph.counts.replayed > 4
+    seen = ([*map(float, getattr(run.module, "seen", ()))] for run in (plain, graph))
+    assert next(seen) == next(seen)
+    assert graph.counts.replayed > 4 or name in _EAGER
 
 
 class _Hook(Callback):
