@@ -7,6 +7,7 @@ which the class makes the lines.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -67,12 +68,14 @@ class Finding:
         remedy: one thing to do about it.
         location: the user's line, if there is one.
         in_optimizer: True if only code after the backward pass is concerned.
+        is_effect: True for an effect on the host, which is to happen outside of the step.
     """
 
     what: str
     remedy: str
     location: Location | None = None
     in_optimizer: bool = False
+    is_effect: bool = False
 
     @property
     def lines(self) -> list[str]:
@@ -95,26 +98,58 @@ _MAX_NAMED = 5
 
 
 def together(findings: Iterable[Finding]) -> list[Finding]:
-    """Put findings on one line that differ in a name or a number alone into one, with all names."""
+    """Put findings on one line into one that differ in a name or a number alone, or have one remedy."""
     groups: dict[Hashable, list[Finding]] = {}
     for finding in findings:
         texts = (_NAMED.sub("", text) for text in (finding.what, finding.remedy))
-        line = finding.location and (finding.location.path, finding.location.line)
-        groups.setdefault((*texts, line, finding.in_optimizer), []).append(finding)
-    return _without_reads_of_prints([_in_one(group) for group in groups.values()])
+        groups.setdefault((*texts, _line_of(finding), finding.in_optimizer), []).append(finding)
+    mended: dict[Hashable, Finding] = {}
+    for finding in _without_parts([_in_one(group) for group in groups.values()]):
+        key = (
+            (_line_of(finding), finding.remedy, finding.in_optimizer)
+            if finding.location
+            else finding.key
+        )
+        first = mended.setdefault(key, finding)
+        if first is not finding:
+            mended[key] = replace(first, what=f"{first.what} {finding.what}")
+    return [*mended.values()]
 
 
-def _without_reads_of_prints(findings: list[Finding]) -> list[Finding]:
-    """Of the findings on a line that prints, that of the print alone, at the place of the first."""
+def _without_parts(findings: list[Finding]) -> list[Finding]:
+    """Leave out what is a part of another finding on its line, and mended with it.
 
-    def line(finding: Finding) -> Hashable:
-        at = finding.location
-        prints = at is not None and re.match(r"(self\.)?print\(", at.source)
-        return (at.path, at.line) if at is not None and prints else None
+    A call, or a statement that sets an item, leaves the step with all that it reads. An attribute may
+    have a tensor in place of the number that is read of it.
+    """
+    kinds = {id(finding): _kind_of_line(finding) for finding in findings}
+    reads = {_line_of(finding) for finding in findings if not finding.is_effect}
+    effects = {_line_of(finding) for finding in findings if finding.is_effect}
 
-    of_line = {line(each): each for each in findings if re.search(r"use of `(self\.)?print`", each.what)}
-    of_line.pop(None, None)
-    return [*dict.fromkeys(of_line.get(line(finding), finding) for finding in findings)]
+    def is_part(finding: Finding) -> bool:
+        kind, line = kinds[id(finding)], _line_of(finding)
+        if finding.is_effect:
+            return kind == "attribute" and line in reads
+        return kind == "leaves" and line in effects
+
+    return [finding for finding in findings if not is_part(finding)]
+
+
+def _line_of(finding: Finding) -> Hashable:
+    return finding.location and (finding.location.path, finding.location.line)
+
+
+def _kind_of_line(finding: Finding) -> str:
+    """The kind of a line: "leaves" for a call or a set item, "attribute" for a set attribute."""
+    try:
+        (statement,) = ast.parse(finding.location.source if finding.location else "").body
+    except (SyntaxError, ValueError):  # a part of a statement, or several
+        return ""
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    if all(isinstance(target, ast.Attribute) for target in targets):
+        return "attribute"
+    is_item = all(isinstance(target, ast.Subscript) for target in targets)
+    return "leaves" if is_item or isinstance(statement, ast.Expr) else ""
 
 
 def _in_one(group: list[Finding]) -> Finding:
@@ -164,6 +199,7 @@ class UnsupportedError(CUDAGraphError):
         self.remedy = remedy
         self.in_optimizer = in_optimizer
         self.location = location
+        self.is_effect = False
         self.subject: Hashable = None  # what several checks find, each with other words
         self.search_ended_by = ""
         self._others: tuple[Finding, ...] = ()
@@ -189,7 +225,8 @@ class UnsupportedError(CUDAGraphError):
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All that keeps the step from being captured: the finding of this error first."""
-        return Finding(self.what, self.remedy, self.location, self.in_optimizer), *self._others
+        first = Finding(self.what, self.remedy, self.location, self.in_optimizer, self.is_effect)
+        return first, *self._others
 
     def add_findings(self, found: Iterable[Finding], ended_by: str = "") -> None:
         """Add what else was found in the same step to the error, and to its message.
@@ -203,6 +240,7 @@ class UnsupportedError(CUDAGraphError):
         first, *others = together([*self.findings, *new])
         self.what, self.remedy, self._others = first.what, first.remedy, tuple(others)
         self.location, self.in_optimizer = first.location, first.in_optimizer
+        self.is_effect = first.is_effect
 
 
 class CaptureError(UnsupportedError):

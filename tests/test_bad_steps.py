@@ -459,6 +459,58 @@ class MaskAsked(Reads):
             x = x * mask
 
 
+class MaskCompared(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        attention_mask = (x > 0).long()
+        if torch.all(attention_mask == 1):  # BAD
+            attention_mask = None
+
+
+class Rolls(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        shift = int(y[0])  # BAD
+        torch.roll(x, shift, 1)
+
+
+class SizeFurtherDown(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        n = y.max().item() + 1  # BAD
+        x.new_zeros(len(x), n)
+
+
+class LoopsOverNumber(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        for _ in range(y.max()):  # BAD
+            x = x * 0.9
+
+
+class LoopsOverClasses(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        for c in torch.unique(y).tolist():  # BAD
+            x = x + torch.where(y == c, 1, 0)[:, None]
+
+
+class LoopsOverLengths(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        for n in y.tolist():  # BAD
+            x = x + n
+
+
+class SetsTheRate(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = group["lr"] * 0.99  # BAD
+
+
+class CallsAScheduler(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.lr_schedulers().step()  # BAD
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
 class Clears(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         if not torch.isfinite(self.factor).all():  # BAD
@@ -498,6 +550,7 @@ class ReplacedStorage(Reads):
 
 PLACES = "Index with a tensor of places: `places = (pointer + torch.arange(n"
 MASK = "leave the rest out by a mask, `torch.arange("
+SIZE = "Use a size that is the same in every step, the largest one"
 WRITE = "tensor without dimensions.*`x[index.view(1)] = y`"
 BEST = "Keep it in a registered buffer.*`self.best.copy_(torch.where("
 REMEDIES: dict[type[Net], str] = {
@@ -512,7 +565,15 @@ REMEDIES: dict[type[Net], str] = {
     MaskOfATransformer: "Pass `is_causal=True` beside a causal mask",
     LengthInSlice: MASK,
     Length: MASK,
-    Size: MASK,
+    Size: SIZE,
+    SizeFurtherDown: SIZE,
+    Rolls: "Roll by an index: `x.index_select(1, (torch.arange(",
+    LoopsOverNumber: "Loop as often as is needed at most, and leave out what is beyond",
+    LoopsOverClasses: "`torch.unique`.*`.tolist()`.*`for c in range(num_classes)`, with a mask",
+    LoopsOverLengths: "Loop over the tensor itself, `for each in x`",
+    SetsTheRate: "changes `param_groups[0]['lr']` of the.*Set it in `on_train_batch_start`, or let a",
+    CallsAScheduler: "use of `LRScheduler.step`.*Call it in `on_train_batch_start`",
+    MaskCompared: "Always pass the mask.*docs/recipes/attention_masks.md",
     Number: "use the tensor itself",
     Index: "tensor without dimensions.*`x[index.view(1)][0]`",
     IndexOfWrite: WRITE,
@@ -551,6 +612,8 @@ def test_names_the_line_and_a_remedy_that_fits_it(
     with pytest.raises(CaptureError, match=f"(?s){pattern}") as caught:
         train(make(cls), tmp_path, callback, accelerator=accelerator, val_loader=None)
     assert f"{__file__}:{_line_of(cls)} " in str(caught.value)
+    if cls in (SetsTheRate, CallsAScheduler, LoopsOverClasses):
+        assert len(caught.value.findings) == 1
 
 
 class ReturnsNone(Net):

@@ -138,8 +138,6 @@ def test_all_that_is_planted_is_found_in_one_run(accelerator: str) -> None:
     planted = _planted()
     assert len(planted) == 16
     assert {planted[line] for line in planted if line not in lines} == set()
-    at = [planted.get(finding.location.line) for finding in report.findings if finding.location]
-    assert at.count("print") == 1  # and not what it reads
     assert {line for line in lines if line not in planted} == set()
     for finding in report.findings:
         assert finding.location is not None, finding
@@ -147,9 +145,7 @@ def test_all_that_is_planted_is_found_in_one_run(accelerator: str) -> None:
         assert finding.location.source in HERE.read_text()
         assert finding.remedy
         assert finding.in_optimizer == (planted[finding.location.line] == "hook")
-    # Two findings on a line differ: `print` itself, and the read of the tensor by it.
-    found = {(finding.what, finding.location) for finding in report.findings}
-    assert len(found) == len(report.findings) <= 16 + 2
+    assert len(report.findings) == 16
     assert not report.is_captured
     # Nothing of it remains.
     assert not differences(before, dict(module.state_dict()))
@@ -442,7 +438,7 @@ def test_steps_of_loops_name_all_too(accelerator: str) -> None:
     with GraphedStep(step, model) as graph, pytest.raises(CaptureError) as caught:
         [*map(graph, batches)]
     found = [finding.what for finding in caught.value.findings]
-    assert len(found) == 3
+    assert len(found) == 2  # what is read for `seen` is a part of that
     assert not any("The training step" in what for what in found)
     assert "`seen`" in str(found)
     assert "`random`" in str(found)

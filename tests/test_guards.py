@@ -24,7 +24,6 @@ from lightning_cudagraph.checks.guards.guards import (
     OutsideModel,
     Unguarded,
 )
-from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.checks.guards.switches import global_switches
 from lightning_cudagraph.checks.walk.scope import Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
@@ -99,10 +98,10 @@ def _mode(model: Any) -> None:
         (_other_data, "the address of parameter `layers.2.weight` changed"),
         (_other_parameter, "the parameter `layers.2.weight` changed from a `Parameter` at"),
         (_other_module, "the module `layers.1` changed from a `Linear` at"),
-        (_more_modules, "the module `layers.1.more` changed from None"),
+        (_more_modules, "the module `layers.1.more` was set"),
         (_other_buffer, "the address of buffer `norm.running_mean` changed"),
-        (_no_buffer, "the address of buffer `norm.running_mean` changed"),
-        (_new_buffer, "the address of buffer `maybe` changed from None"),
+        (_no_buffer, "the address of buffer `norm.running_mean` was removed"),
+        (_new_buffer, "the address of buffer `maybe` was set"),
         (_frozen, "`requires_grad` of parameter `layers.3.bias` changed from True to False"),
         (_mode, "`training` of `norm` changed from True to False"),
     ],
@@ -122,7 +121,7 @@ def test_a_buffer_that_was_bound_anew_is_compared_from_then_on() -> None:
     model.norm.running_mean.data = torch.ones(2)
     assert "the address of buffer `norm.running_mean` changed" in (guards.changed() or "")
     del model.norm.running_mean
-    assert "the address of buffer `norm.running_mean` changed" in (guards.changed() or "")
+    assert "the address of buffer `norm.running_mean` was removed" in (guards.changed() or "")
 
 
 def test_what_was_frozen_is_seen_to_thaw() -> None:
@@ -279,25 +278,39 @@ def test_hooks_of_autograd_nodes() -> None:
     assert "to none" in (guards.changed() or "")
 
 
+class _Feature(nn.Dropout1d):
+    pass
+
+
 @pytest.mark.parametrize(
-    ("was", "now", "remedy"),
+    ("holder", "was", "now", "remedy"),
     [
-        (np.ones(2), np.zeros(2), "registered buffer"),
-        (b"a", b"b", "`batch_idx`"),
-        ("a", "b", "`batch_idx`"),
+        (nn.Linear(2, 2), np.ones(2), np.zeros(2), "Hand it to the step in a registered buffer"),
+        (nn.Linear(2, 2), b"a", b"b", "Branch on `batch_idx`"),
+        (nn.Linear(2, 2), "a", "b", "Branch on `batch_idx`"),
+        (nn.Linear(2, 2), abs, round, "Branch on `batch_idx`"),
+        (nn.Linear(2, 2), torch.ones(2), torch.ones(2), "Keep the tensor, best as a registered buffer"),
+        (nn.Linear(2, 2), 0.1, 0.2, "Hand it to the step in a registered buffer"),
+        (_Feature(), 0.1, 0.2, "With a probability that changes, draw the mask yourself"),
     ],
 )
-def test_the_remedy_for_a_choice_and_for_an_array(was: Any, now: Any, remedy: str) -> None:
-    model = nn.Linear(2, 2)
-    model.odd = was
-    walk = Walk([Root(model, "", "the model", is_entered=True)], Scope(reads=frozenset({"odd"})))
+def test_the_remedy_by_what_has_changed(holder: Any, was: Any, now: Any, remedy: str) -> None:
+    holder.p = was
+    walk = Walk([Root(holder, "", "the model", is_entered=True)], Scope(reads=frozenset({"p"})))
     if isinstance(was, np.ndarray):
         was[:] = now
     else:
-        model.odd = now
+        holder.p = now
     (moved,) = walk.changes()
-    change = Change.of(moved, [])
-    assert remedy in (change.remedy or remedy_of(kind_of(change)))
+    assert Change.of(moved, []).remedy.startswith(remedy)
+
+
+def test_the_remedy_for_a_learning_rate() -> None:
+    group = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).param_groups[0]
+    walk = Walk([Root(group, "param_groups[0]", "the optimizer", is_entered=True)], Scope())
+    group["lr"] = 0.2
+    (moved,) = walk.changes()
+    assert "`LearningRateMonitor`" in Change.of(moved, []).remedy
 
 
 def test_quick_values_are_put_into_words() -> None:

@@ -92,6 +92,18 @@ def counts_steps(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
     return loss + net.penalty() if is_late or net.global_step < 2 else loss
 
 
+def decays(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+    """The fourth step is the first of its path: its capture is discarded, with what it has set."""
+    if batch_idx % 10 == 3:
+        for group in net.optimizers().param_groups:
+            group["weight_decay"] *= 0.9
+    return loss
+
+
+def test_a_discarded_capture_leaves_no_effect(tmp_path: Path, accelerator: str) -> None:
+    assert both(tmp_path, accelerator, decays, max_epochs=1).counts.replayed > 0
+
+
 def both(tmp_path: Path, accelerator: str, use: Any, ours: Any = None, **kwargs: Any) -> Trace:
     """Train without and with the callback, and return the second run, which must equal the first."""
     kwargs = {"accelerator": accelerator, "max_epochs": 4, **kwargs}

@@ -289,7 +289,9 @@ def test_reasons_without_their_values_are_of_one_kind_with_a_remedy(reason: str,
 
 
 def test_remedies_of_changes_by_kind() -> None:
-    assert "draw the mask yourself" in remedy_of(kind_of("`p` of `drop` changed from 0.1 to 0.2"))
+    assert remedy_of(kind_of("torch.backends.cudnn.benchmark changed from False to True")) == (
+        "Set it once, before training."
+    )
     assert not remedy_of(kind_of("the number of param groups of the optimizer changed from 1 to 2"))
 
 

@@ -136,11 +136,16 @@ def test_a_warning_comes_once_at_the_users_line(tmp_path: Path, accelerator: str
         ("torch/distributions/distribution.py", "__init__", "`validate_args=False`"),
         ("torch/distributions/poisson.py", "sample", "as before"),
         ("transformers/masking_utils.py", "_ignore_causal_mask_sdpa", "Leave `attention_mask` out"),
-        ("transformers/models/bert/modeling_bert.py", "forward", "as before"),
+        ("transformers/models/bert/modeling_bert.py", "forward", "in the dataset"),
+        (
+            "torchvision/transforms/v2/_container.py",
+            "forward",
+            "in `on_after_batch_transfer`, which runs",
+        ),
     ],
 )
 def test_remedies_of_libraries(file: str, function: str, said: str) -> None:
-    library = Location(f"/lib/site-packages/{file}", 1, "", function=function)
+    library = Location(f"{Path(torch.__file__).parents[1]}/{file}", 1, "", function=function)
     for where in (library, Location("/home/train.py", 3, "", called=library)):
         assert said in of_library(where, "as before")
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.guards import Guards
-from lightning_cudagraph.checks.guards.remedies import HAND_OVER
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.device.backend import Backend
@@ -140,7 +139,7 @@ class Diagnosis:
         error = CaptureError(
             f"Between two steps, {change}, which the step reads: a graph would be captured again"
             " each time.",
-            change.remedy or HAND_OVER,
+            change.remedy,
             location=change.location,
         )
         error.subject = moved.subject

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cudagraph.checks.audit.frozen import option_error
 from lightning_cudagraph.compat.attributes import bound, do_nothing
 from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
 from lightning_cudagraph.compat.method_patches import OwnHook
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.host_work import work_under_capture
+from lightning_cudagraph.device.refusals.first_refusal import is_of_receiver
 from lightning_cudagraph.device.sentry.compiled import is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_compiled, refuse_changes
@@ -304,8 +306,7 @@ class PreparedOptimizer(EagerOptimizer):
     def addresses(self) -> dict[str, Any]:
         found = super().addresses()
         for name, tensor in self._state_tensors().items():
-            of = f"{name} (the optimizer's state was cleared or made anew)"
-            found[f"the address of {of}"] = address_of(tensor)
+            found[name] = f"a tensor at {address_of(tensor)}"
         found["the number of hooks around the step of the optimizer"] = step_hooks(self.optimizer)
         return found
 
@@ -348,8 +349,7 @@ class PreparedOptimizer(EagerOptimizer):
                 for prepared in self._groups:
                     prepared.forget()
                 self._traced = None
-            if any(was_set):
-                raise _lr_set_inside()
+            self._refuse_set(was_set)
         if traced is not None:
             traced.register()
             others = [each for each in self._programs if each() not in (None, traced.program)]
@@ -407,8 +407,15 @@ class PreparedOptimizer(EagerOptimizer):
             if self._traced is not None:
                 self._traced.is_under_way = True
             moved = [prepared.swap_in(self._traced) for prepared in self._groups]
-        if any(moved):
-            raise _lr_set_inside()
+        self._refuse_set(moved)
+
+    def _refuse_set(self, are_set: list[bool]) -> None:
+        """Refuse a step that sets learning rates: those of the groups with True."""
+        groups = zip(self.optimizer.param_groups, are_set, strict=True)
+        found = [n for n, (group, is_set) in enumerate(groups) if is_set and not is_of_receiver(group)]
+        if found:
+            path = f"param_groups[{found[0]}]['lr']"
+            raise option_error(path, f"the optimizer `{type(self.optimizer).__qualname__}`")
 
     def restore(self) -> None:
         if self._restored:
@@ -432,10 +439,3 @@ def _not_asked_for_capturable(optimizer: Optimizer) -> AbstractContextManager[No
     """
     names = [name for name in dir(optimizer) if name.endswith("_graph_capture_health_check")]
     return bound((vars(optimizer), name, do_nothing) for name in names)
-
-
-def _lr_set_inside() -> CaptureError:
-    return CaptureError(
-        "The training step sets a learning rate while it runs, which a replay would not do.",
-        "Set it in `on_train_batch_start` or in `optimizer_step`, or use a scheduler.",
-    )

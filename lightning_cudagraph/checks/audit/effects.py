@@ -32,7 +32,7 @@ from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved
 from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.device.lines.user_lines import is_users
-from lightning_cudagraph.device.refusals.first_refusal import AskedFor, is_gathering, located, refuse
+from lightning_cudagraph.device.refusals.first_refusal import AskedFor, is_of_receiver, located, refuse
 from lightning_cudagraph.device.sentry.own_modes import not_compiled
 from lightning_cudagraph.errors import CaptureError, StaleGraphError
 from lightning_cudagraph.tensors.signatures import make_room
@@ -115,25 +115,24 @@ class Effects:
         found = self._found.get(signature, {}).get(phase, [])
         lasting = [moved for moved in found if moved.node.write is None]
         self._refuse(lasting, self._mentioned.users_code)
-        before = [(moved.node, moved.node.read()) for moved in found]
+        walk = self._walk(self._mentioned)  # of all: a step on another path may have other effects
         try:
             with uses_refused(self._hiding):
                 yield
             self._refuse(found, captured().users_code)
         except BaseException as error:
-            for node, parts in before:
-                node.put_back(parts)
+            self._put_back(walk)
             if isinstance(error, CaptureError) and error.location is None:
                 self._refuse(found, captured().users_code)  # an effect has a line
                 codes = captured().users_code
                 if isinstance(error.subject, BatchChange):
                     error.location = line_that_changes(error.subject.paths, codes)
+                elif isinstance(error.subject, tuple):  # an option of an optimizer
+                    error.location = line_that_changes(("['lr']",), codes)
                 elif isinstance(error.subject, AskedFor):
                     located(error, first_line(error.subject.name, False, codes))
             raise
-        if is_gathering():
-            for node, parts in before:
-                node.put_back(parts)
+        self._put_back(walk)  # the graph may not be kept: a step on another path runs again, eagerly
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -143,16 +142,23 @@ class Effects:
         try:
             yield
         finally:
-            found += [moved for moved in walk.changes() if self._is_effect(moved)]
-            for moved in found:
-                moved.node.put_back(moved.node.parts)
+            found += self._put_back(walk)
         if found:
             line = line_that_sets(found[0], self._mentioned.users_code)
             error = effect_error(found[0], line)
             raise StaleGraphError(error.reason.rstrip("."), error.remedy)
 
+    def _put_back(self, walk: Walk) -> list[Moved]:
+        """Undo the effects since a walk; returns them."""
+        found = [moved for moved in walk.changes() if self._is_effect(moved)]
+        for moved in found:
+            moved.node.put_back(moved.node.parts)
+        return found
+
     def _refuse(self, found: Sequence[Moved], captured: Sequence[CodeType]) -> None:
         for moved in found:
+            if is_of_receiver(moved.holder):
+                continue
             if is_set_elsewhere(moved, captured, self._mentioned.users_code):
                 continue  # that code runs on the host in replays too
             error = effect_error(moved, line_that_sets(moved, captured) or nearest_line(moved, captured))

@@ -34,6 +34,7 @@ from lightning_cudagraph.device.refusals.first_refusal import (
     is_gathering,
     refuse,
 )
+from lightning_cudagraph.device.refusals.host_reads import of_library
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of
@@ -224,6 +225,18 @@ def _keep(where: Location | None) -> str:
     return "return it, and take it from the outputs"
 
 
+def option_error(path: str, of: str) -> CaptureError:
+    """The error for a step that sets an option of an optimizer, such as `param_groups[0]['lr']`."""
+    error = CaptureError(
+        f"The training step sets or changes `{path}` of {of}, which a replay would not do.",
+        "Set it in `on_train_batch_start`, or let a scheduler do so, such as `LambdaLR` with"
+        ' `"interval": "step"`.' + see("changing_numbers"),
+    )
+    error.is_effect = True
+    error.subject = path.rpartition("[")[0], of  # as that of a change of the group
+    return error
+
+
 def effect_error(change: Moved, where: Location | None) -> CaptureError:
     """The error for an effect of a step on the host."""
     named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
@@ -231,12 +244,19 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
         return CaptureError(
             f"The training step draws from {named}, on the host: every replay would use the numbers"
             " of this one step.",
-            "Draw on the device (`torch.rand(..., device=x.device)`), in the dataloader, or in"
-            " `on_train_batch_start` into a registered buffer."
-            + allowance(change.name)
-            + see("host_random"),
+            of_library(
+                where,
+                "Draw on the device (`torch.rand(..., device=x.device)`), in the dataloader, or in"
+                " `on_train_batch_start` into a registered buffer."
+                + allowance(change.name)
+                + see("host_random"),
+            ),
             location=where,
         )
+    if isinstance(change.holder, dict) and "params" in change.holder:
+        error = option_error(change.path, change.of)
+        error.location = where
+        return error
     if change.registered:
         of = "self" if change.of.startswith("the ") else change.of.strip("`")
         return CaptureError(
@@ -266,9 +286,11 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             f"Keep a tuple, `self.{change.label} = tuple(...)`: its tensors go from replay to replay."
         )
         recipe = "kept_tensors"
-    return CaptureError(
+    error = CaptureError(
         f"The training step sets or changes {named}, which a replay would not do: it would keep what"
         " this one step left there.",
         remedy + allowance(change.name) + see(recipe),
         location=where,
     )
+    error.is_effect = True
+    return error

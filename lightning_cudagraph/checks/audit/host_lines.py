@@ -34,6 +34,7 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 # Between the keys of items.
 _SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP", "EXTENDED_ARG")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+_MENTIONS = 2
 _NOWHERE = 3
 
 
@@ -79,11 +80,15 @@ def first_line(
         keys: texts by which an item of it is found. Lines that write others behind the name are left
             out.
     """
+    codes = [*codes]
     found = [*_lines(name, draws, codes)]
     if keys:
         written = [(_keys_behind(name, code, line), (rank, code, line)) for rank, code, line in found]
         exact = [line for behind, line in written if any(_agree(keys, each) for each in behind)]
         found = exact or [line for behind, line in written if not any(behind)]
+        if all(rank == _MENTIONS for rank, _, _ in found):  # `for group in groups: group["lr"] = ...`
+            key = repr(keys[-1])
+            found += [(1, code, line) for code in codes for _, line in _lines_of_item(key, code)]
 
     def order(found: tuple[int, CodeType, int]) -> tuple[int, bool]:
         rank, code, line = found
@@ -106,7 +111,7 @@ def _lines(name: str, draws: bool, codes: Iterable[CodeType]) -> Iterator[tuple[
         for mentioned, line in _names(code):
             if mentioned == name:
                 is_set = (name, line) in sets and not draws
-                yield 0 if is_set else 1 if (_ITEM, line) in sets else 2, code, line
+                yield 0 if is_set else 1 if (_ITEM, line) in sets else _MENTIONS, code, line
 
 
 def nearest_line(change: Moved, codes: Sequence[CodeType]) -> Location | None:

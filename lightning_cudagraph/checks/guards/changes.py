@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import CodeType
 
+from torch import nn
+
 from lightning_cudagraph.checks.audit.host_lines import first_line
-from lightning_cudagraph.checks.guards.remedies import CHOOSE
+from lightning_cudagraph.checks.guards.remedies import remedy_of_part
+from lightning_cudagraph.checks.walk.host_objects import is_users_class
 from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.errors import Location
-
-_CHOICES = (str, bytes, bool, type(None))
 
 
 class Change(str):
@@ -28,8 +29,9 @@ class Change(str):
     @classmethod
     def of(cls, moved: Moved, codes: Sequence[CodeType]) -> Change:
         change = cls(moved.words)
-        change.location = first_line(moved.attribute, True, codes)
-        # Contents of a buffer are compared as bytes, without a label.
-        is_choice = type(moved.now) in _CHOICES and moved.label != ""
-        change.remedy = CHOOSE if is_choice else ""
+        name = moved.attribute
+        if isinstance(moved.holder, nn.Module) and not is_users_class(type(moved.holder)):
+            name = moved.of.strip("`").rpartition(".")[2]  # a layer of torch reads its own attributes
+        change.location = first_line(name, True, codes)
+        change.remedy = remedy_of_part(moved)
         return change

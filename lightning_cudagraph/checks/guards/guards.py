@@ -353,9 +353,12 @@ class Guards:
 
 def _first_difference(before: _State, now: _State) -> str | None:
     for name in {**before, **now}:
-        was, is_now = before.get(name), now.get(name)
-        if was != is_now:
-            return f"{name} changed from {was} to {is_now}"
+        if name not in before:
+            return f"{name} was set"
+        if name not in now:
+            return f"{name} was removed"
+        if before[name] != now[name]:
+            return f"{name} changed from {before[name]} to {now[name]}"
     return None
 
 

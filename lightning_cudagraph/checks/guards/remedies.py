@@ -1,23 +1,48 @@
-"""Remedies for changes that invalidate a graph: one for each kind of change, by its words."""
+"""Remedies for changes that invalidate a graph: by the values that changed, or else by the words."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import numpy as np
+from torch import Tensor, nn
+
+from lightning_cudagraph.checks.walk.host_objects import UNSET
+from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.errors import see
 
-CHOOSE = (
+_CHOOSE = (
     "Branch on `batch_idx`, on `global_step` or on a whole number in the batch in its place: each path"
     " has a graph." + see("paths")
 )
-HAND_OVER = (
+_HAND_OVER = (
     "Hand it to the step in a registered buffer, written with `copy_` or `fill_` in a hook that runs on"
     " the host at every step, such as `on_train_batch_start`; or keep it constant. If the step itself"
     " sets it, let it keep the tensor: `self.last = loss.detach()`." + see("changing_numbers")
 )
+_WRITE_INTO_IT = (
+    "Keep the tensor, best as a registered buffer, and write into it with `copy_` or `fill_`."
+    + see("changing_numbers")
+)
+_RATE = (
+    "Write what the step needs of it into a registered buffer, with `fill_` in `on_train_batch_start`:"
+    " the learning rate there is this step's. To log it, use `LearningRateMonitor`."
+    + see("changing_numbers")
+)
+_DRAW_THE_MASK = (
+    "With a probability that changes, draw the mask yourself: `x * (torch.rand_like(x) >= self.p) /"
+    " (1 - self.p)`, with `self.p` a registered buffer, written with `fill_` in `on_train_batch_start`."
+    + see("changing_numbers")
+)
+_NUMBERS = (int, float, complex, np.ndarray, np.generic, list, tuple, dict, set, frozenset)
 
 _OF_KINDS = (
     (r"^the number of param groups ", ""),
+    (
+        r"^`\w+` of parameter \d+ in param group \d+ of the optimizer ",
+        "Write into the tensors of the state (`zero_`, `copy_`) instead of removing or replacing them.",
+    ),
     (
         r"^the (address|shape|strides) of ",
         "Write into the tensor (`copy_`, `lerp_`) instead of giving it other memory (`.data = ...`).",
@@ -40,17 +65,12 @@ _OF_KINDS = (
         " registered buffer there, with `fill_`." + see("changing_numbers"),
     ),
     (
-        r"^`p` of ",
-        "With a probability that changes, draw the mask yourself: `x * (torch.rand_like(x) >= self.p) /"
-        " (1 - self.p)`, with `self.p` a registered buffer, written with `fill_` in"
-        " `on_train_batch_start`." + see("changing_numbers"),
-    ),
-    (
         r"^`\w+` of param group ",
         'Keep it constant, or pass `scope="forward_backward"`, with which the optimizer steps eagerly.',
     ),
-    (r"^(`training`|the class) of |^the (module|parameter) |^the captured step comes to ", CHOOSE),
-    (r" changed$| got another argument", HAND_OVER),
+    (r"^(`training`|the class) of |^the (module|parameter) |^the captured step comes to ", _CHOOSE),
+    (r"^torch\.", "Set it once, before training."),
+    (r"^`.*` (of .* )?changed|^a tensor in host memory| got another argument", _HAND_OVER),
 )
 _VALUES = (
     (re.compile(r" changed from .*", re.DOTALL), " changed"),
@@ -58,7 +78,28 @@ _VALUES = (
         re.compile(r" had .* in the captured step, has .* now(?= at |$)", re.DOTALL),
         " got another argument",
     ),
+    (re.compile(r"\[\d+\](?=` of .* was set$)"), "[...]"),  # a list that grows
 )
+
+
+def remedy_of_value(now: Any) -> str:
+    """Return one thing to do about a value that changes between steps."""
+    if isinstance(now, Tensor):
+        return _WRITE_INTO_IT
+    is_number = isinstance(now, _NUMBERS) and not isinstance(now, bool)
+    return _HAND_OVER if is_number else _CHOOSE
+
+
+def remedy_of_part(moved: Moved) -> str:
+    """Return one thing to do about a part of an object that changes between steps."""
+    holder = moved.holder
+    if isinstance(holder, dict) and "params" in holder:  # a param group, of which the step reads this
+        return _RATE
+    if moved.label == "p" and any(of.__module__ == nn.Dropout.__module__ for of in type(holder).__mro__):
+        return _DRAW_THE_MASK
+    if moved.label == "":  # the contents of a buffer, compared as bytes
+        return _HAND_OVER
+    return remedy_of_value(moved.was if moved.now is UNSET else moved.now)
 
 
 def kind_of(change: str) -> str:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.errors import CaptureError, Finding, Location, UnsupportedError
@@ -41,17 +43,21 @@ class Gathered:
         self.findings: list[Finding] = []
         self.after_backward = False  # the backward pass has ended
         self.is_quiet = False
-        self._subjects: set[Hashable] = set()
+        self._places: dict[Hashable, int] = {}
+        self.receivers: list[Any] = []  # of methods that were refused, and have run
 
     def add(self, error: UnsupportedError) -> None:
-        key = error.findings[0].key if error.subject is None else error.subject
-        if self.is_quiet or key in self._subjects:
+        """Add the finding of an error, if it is not known; with a line, it replaces one without."""
+        if self.is_quiet:
             return
-        self._subjects.add(key)
+        key = error.findings[0].key if error.subject is None else error.subject
         first, *others = error.findings
-        in_optimizer = error.in_optimizer or self.after_backward
-        self.findings.append(Finding(first.what, first.remedy, first.location, in_optimizer))
-        self.findings += others
+        finding = replace(first, in_optimizer=error.in_optimizer or self.after_backward)
+        if key not in self._places:
+            self._places[key] = len(self.findings)
+            self.findings += [finding, *others]
+        elif first.location and self.findings[self._places[key]].location is None:
+            self.findings[self._places[key]] = finding
 
 
 _under_way: list[FirstRefusal] = []
@@ -101,6 +107,19 @@ def refused(error: UnsupportedError) -> UnsupportedError:
     elif _under_way and _under_way[-1].first is None:
         _under_way[-1].first = error
     return error
+
+
+def note_receiver(receiver: Any) -> None:
+    """Note, where refusals are gathered, the object of a method that has just been refused."""
+    if _gathered.value is not None:
+        _gathered.value.receivers.append(receiver)
+
+
+def is_of_receiver(holder: Any) -> bool:
+    """True for an object of a refused method, or a param group of one that it works on."""
+    receivers = [] if _gathered.value is None else _gathered.value.receivers
+    groups = (getattr(getattr(each, "optimizer", None), "param_groups", ()) for each in receivers)
+    return any(holder is each for each in (*receivers, *chain.from_iterable(groups)))
 
 
 def found_at(where: Location | None) -> bool:

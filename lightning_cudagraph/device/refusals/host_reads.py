@@ -13,9 +13,17 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.device.lines.user_lines import is_installed, is_user_code
+from lightning_cudagraph.device.refusals.takers import LOOP, START, STOP, takers, takes_a_size
 from lightning_cudagraph.errors import Location, see
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+_IN_A_LIBRARY = (
+    "The library decides on the host. If the call needs the batch alone, as an augmentation does, make"
+    " it in the dataset, or in `on_after_batch_transfer`, which runs between two steps; else use another"
+    " function." + see("host_random")
+)
 
 Words = tuple[str, str]  # the description for the user, and the remedy
 
@@ -152,16 +160,9 @@ def _lines_below(where: Location) -> str:
     return "".join(lines[: next(ends, len(lines))])
 
 
-def _is_sliced_with(where: Location, part: str) -> bool:
-    """True if the number that a line assigns is the `start` or the `stop` of a slice further down."""
-    assigned = re.match(r"(\w+)\s*=[^=]", where.source)
-    if assigned is None:
-        return False
-    name = rf"\b{assigned[1]}\b"
-    inside = r"[^\[\],:\n]*"
-    before = rf"[\[,]{inside}" if part == "start" else rf"[\[,]{inside}:{inside}"
-    used = rf"{before}{name}{inside}:" if part == "start" else rf"{before}{name}"
-    return re.search(used, _lines_below(where)) is not None
+def _takes(call: TorchCall, where: Location, *takers_of_it: str) -> bool:
+    """True if a number that a line reads is taken by one of these, which may come further down."""
+    return call.name in _READS_ONE and not takers(where).isdisjoint(takers_of_it)
 
 
 def _decides_on_steps(where: Location) -> bool:
@@ -203,7 +204,7 @@ def _keeps_best(where: Location) -> bool:
 
 
 _READS_ONE = ("__int__", "__index__", "item")
-_MAKES_SIZES = ("arange", "zeros", "ones", "empty", "rand", "randn", "narrow")
+_BRANCHES = ("__bool__", "__contains__")
 _OF_INDEX = "an index by a tensor without dimensions, which reads it on the host"
 _USES = (
     _Use(
@@ -221,22 +222,37 @@ _USES = (
     ),
     _Use(
         "",
-        lambda call, where: (
-            _is_slice(call, "start") or (call.name in _READS_ONE and _is_sliced_with(where, "start"))
-        ),
+        lambda call, where: _is_slice(call, "start") or _takes(call, where, START),
         "Index with a tensor of places: `places = (pointer + torch.arange(n, device=pointer.device)) %"
         " len(queue)`, and `queue[places] = ...`." + see("indices_and_lengths"),
     ),
     _Use(
         "",
-        lambda call, where: (
-            _is_slice(call, "stop")
-            or call.name in _MAKES_SIZES
-            or (call.name in _READS_ONE and _is_sliced_with(where, "stop"))
-            or (call.name == "__int__" and re.search(r"\[[^\[\]]*:\s*int\(", where.source) is not None)
-        ),
+        lambda call, where: call.name == "roll" or _takes(call, where, "roll"),
+        "Roll by an index: `x.index_select(1, (torch.arange(n, device=x.device) - shift) % n)`, with"
+        " `n = x.size(1)`." + see("indices_and_lengths"),
+    ),
+    _Use(
+        "",
+        lambda call, where: _takes(call, where, "range"),
+        "Loop as often as is needed at most, and leave out what is beyond,"
+        " `x = torch.where(i < n, new, x)`." + see("early_exit"),
+    ),
+    _Use(
+        "",
+        lambda call, where: _is_slice(call, "stop") or _takes(call, where, STOP),
         "Keep the full length, and leave the rest out by a mask,"
         " `torch.arange(len(x), device=x.device) < length`." + see("indices_and_lengths"),
+    ),
+    _Use(
+        "",
+        lambda call, where: (
+            takes_a_size(call.name)
+            or (call.name in _READS_ONE and any(map(takes_a_size, takers(where))))
+        ),
+        "Use a size that is the same in every step, the largest one, and leave the rest out by a mask,"
+        " `torch.arange(size, device=x.device) < length`. Or count it in the collate function, and pass"
+        " it with the batch as a whole number: each has a graph." + see("indices_and_lengths"),
     ),
     _Use(
         "",
@@ -279,13 +295,14 @@ _USES = (
     _Use(
         "",
         lambda call, where: (
-            call.name == "__bool__" and re.search(r"mask\w*\.(all|any)\(", where.source) is not None
+            call.name in _BRANCHES and re.search(r"\bif\b.*mask", where.source) is not None
         ),
-        "Always pass the mask; or leave it out if no batch has padding." + see("attention_masks"),
+        "Always pass the mask; or leave it out if no batch has padding. To choose something else by it:"
+        " `torch.where(mask.any(), a, b)`." + see("attention_masks"),
     ),
     _Use(
         "",
-        lambda call, where: call.name == "__bool__" and _is_branch(where),
+        lambda call, where: call.name in _BRANCHES and _is_branch(where),
         "Compute both, and choose with `torch.where`: `torch.where(condition, a, b)`."
         + see("item_and_print"),
     ),
@@ -325,14 +342,28 @@ def of_use(call: TorchCall | None, where: Location | None, words: Words) -> Word
     return words
 
 
+def of_loop(where: Location | None, words: Words) -> Words:
+    """The words for values over which a line loops, or their list does; else the given ones."""
+    if where is None or LOOP not in takers(where):
+        return words
+    if re.search(r"unique|\bset\(", where.source):
+        return words[0], (
+            "Loop over all that can come, `for c in range(num_classes)`, with a mask,"
+            " `torch.where(labels == c, x, 0)`." + see("masks")
+        )
+    return words[0], "Loop over the tensor itself, `for each in x`." + see("indices_and_lengths")
+
+
 def of_library(where: Location | None, remedy: str) -> str:
-    """The remedy for a read of the device by a library that is known; else the given one."""
+    """The remedy for what a library does: by who reads, or for any installed one; else the given one."""
     while where is not None:
         path = where.path.replace(os.sep, "/")
         file = path.rpartition("/")[2]
         for reader in _READERS:
             if f"/{reader.folder}" in path and reader.reads(where.function, file):
                 return reader.remedy
+        if is_installed(where.path) and is_user_code(where.path):
+            remedy = _IN_A_LIBRARY
         where = where.called
     return remedy
 

@@ -34,6 +34,7 @@ from lightning_cudagraph.device.refusals.host_reads import (
     TorchCall,
     of_host_read,
     of_library,
+    of_loop,
     of_nan_check,
     of_use,
 )
@@ -70,6 +71,8 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
             what, remedy = of_use(_calls[-1] if _calls else None, where, (what, remedy))
         if remedy == HOST_VALUE[1]:
             what, remedy = of_host_read(where, (what, remedy))
+        if "unique" in name:
+            what, remedy = of_loop(where, (what, remedy))
         forbid(what, of_library(where, remedy), where)
 
 
@@ -100,6 +103,8 @@ class FunctionSentry(OwnFunctionMode):
         if (read := refusal_of_function(func, args, kwargs, self._device_type)) is not None:
             where = user_location()
             what, remedy = of_host_read(where, read) if func is Tensor.__array__ else read
+            if func is Tensor.tolist:
+                what, remedy = of_loop(where, read)
             if func is Tensor.__repr__:
                 what, remedy = of_use(TorchCall(func, args, kwargs), where, read)
             forbid(what, of_library(where, remedy), where)

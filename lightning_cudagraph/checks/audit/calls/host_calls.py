@@ -63,7 +63,7 @@ from lightning_cudagraph.checks.walk.scope import Namespace, Root
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.lines.user_lines import is_installed, user_frame
-from lightning_cudagraph.device.refusals.first_refusal import forbid, refuse
+from lightning_cudagraph.device.refusals.first_refusal import forbid, note_receiver, refuse
 from lightning_cudagraph.errors import CaptureError, Location
 
 _DYNAMO = ("torch._compile", "torch._dynamo")
@@ -206,6 +206,7 @@ class HostCalls:
             name, remedy = self._refused[key]
             if not self._allows(name):
                 refuse(lost_effect(name, user_frame(user_caller), remedy))
+                note_receiver(frame.f_locals.get(next(iter(code.co_varnames), "")))
         elif key in self._effects:
             self._refuse_effect(self._effects[key], user_caller, frame, is_python=True)
         elif code.co_name.startswith(RECORDING):

@@ -67,11 +67,13 @@ def frozen_read(name: str, where: Location | None, remedy: Remedy, computed: str
 
 def lost_effect(name: str, where: Location | None, remedy: str, recipe: str = "") -> CaptureError:
     """The error for an effect that a replay would not repeat."""
-    return CaptureError(
+    error = CaptureError(
         f"A CUDA graph cannot hold a use of `{name}`, which a replay would not repeat.",
         remedy + allowance(name) + (recipe and see(recipe)),
         location=where,
     )
+    error.is_effect = True
+    return error
 
 
 def short_name(name: str) -> str:
