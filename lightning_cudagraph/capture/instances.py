@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.errors import HookError
-from lightning_cudagraph.tensors.external_references import Gradients, HandedOut, adopt, gradients_of
+from lightning_cudagraph.tensors.external_references import (
+    ExternalReferences,
+    Gradients,
+    HandedOut,
+    adopt,
+    gradients_of,
+    overlap,
+)
 from lightning_cudagraph.tensors.layouts import Layouts
 
 T = TypeVar("T")
@@ -64,19 +71,20 @@ class GraphBreak:
             )
 
     @contextmanager
-    def in_place(self, handed: HandedOut | None, accumulated: Gradients) -> Iterator[None]:
-        """Raise if the hooks give a gradient of the graph other memory, which it would not see."""
-        found = (
-            []
-            if handed is not None or self.drops
-            else gradients_of(p for p, _ in (*self.gradients, *accumulated))
-        )
+    def watched(self, handed: HandedOut | None, accumulated: Gradients) -> Iterator[None]:
+        """Raise if the hooks give parameters other gradients, or gradients other memory."""
+        parameters = [parameter for parameter, _ in (*self.gradients, *accumulated)]
+        found = [] if handed is not None or self.drops else gradients_of(parameters)
         layouts = Layouts([gradient for _, gradient in found])
+        before = [(parameter, id(parameter.grad)) for parameter, _ in accumulated]
         yield
-        if layouts.changed([gradient for _, gradient in found]):
+        others = [p for p, was in before if p.grad is not None and id(p.grad) != was]
+        if layouts.changed([gradient for _, gradient in found]) or (
+            others and (overlap(parameters) or ExternalReferences.is_one_kept(others))
+        ):
             raise HookError(
-                f"{self.hooks} gives a gradient other memory (`p.grad.data = ...`) in the middle of a"
-                " step that is replayed; the graph would not see that.",
+                f"{self.hooks} gives a gradient other memory (`p.grad = ...`, `p.grad.data = ...`) in the middle"
+                " of a step that is replayed; the graph would not see it change.",
                 "Write into the gradient instead: `p.grad.copy_(...)`.",
             )
 
@@ -132,7 +140,7 @@ class CaptureInstance(Generic[T]):
             if handed is not None:
                 handed.give(accumulated)
                 handed.give(graph_break.made)
-            with graph_break.in_place(handed, accumulated):
+            with graph_break.watched(handed, accumulated):
                 between(self.outputs, index)
             graph_break.check(handed)
             if handed is not None:

@@ -258,7 +258,7 @@ class GradientCopies:
 
     def clash(self, added: list[nn.Parameter]) -> bool:
         """True if gradients overlap, of which one at least is to be copied."""
-        if not _overlap(added):
+        if not overlap(added):
             return False
         in_place = [] if self.are_others else self.of_user_code(added)
         return len(in_place) < len(added)
@@ -305,7 +305,7 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
     return [(p, p.grad) for p in parameters if p.grad is not None]
 
 
-def _overlap(parameters: list[nn.Parameter]) -> bool:
+def overlap(parameters: list[nn.Parameter]) -> bool:
     """True if gradients overlap each other or parameters."""
     found = [*map(local, parameters), *(local(g) for _, g in gradients_of(parameters))]
     places = sorted((t.data_ptr(), t.data_ptr() + _extent_bytes(t)) for t in found if t.numel())
