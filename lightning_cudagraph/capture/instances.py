@@ -83,8 +83,8 @@ class GraphBreak:
             others and (overlap(parameters) or ExternalReferences.is_one_kept(others))
         ):
             raise HookError(
-                f"{self.hooks} gives a gradient other memory (`p.grad = ...`, `p.grad.data = ...`) in the"
-                " middle of a step that is replayed; the graph would not see it change.",
+                f"{self.hooks} gives a gradient other memory (`p.grad = ...`, `p.grad.data = ...`) in"
+                " the middle of a step that is replayed; the graph would not see it change.",
                 "Write into the gradient instead: `p.grad.copy_(...)`.",
             )
 

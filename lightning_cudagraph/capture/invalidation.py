@@ -66,14 +66,21 @@ class Invalidation(Generic[T]):
             return is_in_place
         if self._copies.clash(captured.adds):
             return True
-        return not self._copies.are_others and bool(self._copies.of_user_code(moved))
+        if self._copies.are_others:
+            return False
+        others = self._copies.of_user_code(moved)
+        return bool(others) and not (self._copies.are_given and self._copies.are_made(others))
 
     def follow_gradients(self, captured: CapturedStep[T]) -> None:
         """Capture again in place, where the gradients are; copy them if they were replaced before."""
-        if captured.replaced()[1]:
-            self._copies.are_others = True
-        if self._copies.are_others:
-            self._copies.are_given = True
+        moved, is_in_place = captured.replaced()
+        others = self._copies.of_user_code(moved)
+        if others and not is_in_place and self._copies.are_made(others):
+            self._copy_out_from_now_on()
+            return
+        self._copies.are_others = is_in_place
+        self._copies.note(others)
+        self._copies.are_given = self._copies.are_given or is_in_place
         self.drop("user code gives a parameter a gradient of its own")
 
     @property

@@ -179,7 +179,9 @@ class HandedOut:
     def add_to_found(self, accumulated: Gradients) -> None:
         """Use the gradients from before the step as the copies of those that the step adds to."""
         found = {id(p): gradient for p, gradient in self._found if gradient is not None}
-        self._own |= {id(g): found[id(p)] for p, g in accumulated if id(p) in found}
+        taken = {id(g): found[id(p)] for p, g in accumulated if id(p) in found}
+        self._own |= taken
+        _copies.update({id(gradient): gradient for gradient in taken.values()})
 
     def own(self, gradient: Tensor) -> Tensor:
         """The copy of a gradient of the graph."""
@@ -228,6 +230,7 @@ class GradientCopies:
         self.are_others = False
         self.in_place: list[nn.Parameter] = []
         self._known: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # those of user code
+        self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by the last eager step
         self.handed: HandedOut | None = None
 
     def begin(self, parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]) -> None:
@@ -236,36 +239,65 @@ class GradientCopies:
 
     def of_user_code(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters with gradients that user code refers to, and that are not of a graph."""
-        of_graphs = {id(g): g for holds in _all for _, g in holds._gradients[: holds._n_own]}
+        of_graphs = {number for holds in _all for number in holds._numbers}
         found = []
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None or any(
-                each.get(id(gradient)) is gradient for each in (of_graphs, _copies)
-            ):
+            if parameter.grad is None:
                 continue
-            is_known = self._known.get(id(gradient)) is gradient
-            del gradient
-            if is_known or ExternalReferences.is_one_kept([parameter]):
+            is_ours = _copies.get(id(parameter.grad)) is parameter.grad
+            if self._is_known(parameter) or not (
+                is_ours
+                or storage_id(parameter.grad) in of_graphs
+                or not ExternalReferences.is_one_kept([parameter])
+            ):
                 found.append(parameter)
         return found
 
-    @staticmethod
-    def are_copies(parameters: list[nn.Parameter]) -> bool:
+    def _is_known(self, parameter: nn.Parameter) -> bool:
+        gradient = parameter.grad
+        return gradient is not None and self._known.get(id(gradient)) is gradient
+
+    @contextmanager
+    def noting_made(
+        self, parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]
+    ) -> Iterator[None]:
+        """Note the gradients that an eager step makes: user code may keep them, but has not made them."""
+        before = [(p, id(p.grad)) for p in chain(*parameters())]
+        yield
+        made = [p.grad for p, was in before if p.grad is not None and id(p.grad) != was]
+        self._made = WeakValueDictionary({id(gradient): gradient for gradient in made})
+
+    def are_made(self, parameters: list[nn.Parameter]) -> bool:
+        """True if the last eager step has made the gradients of parameters."""
+        return all(p.grad is not None and self._made.get(id(p.grad)) is p.grad for p in parameters)
+
+    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that parameters have gradients of user code."""
+        self._known |= {id(gradient): gradient for _, gradient in gradients_of(parameters)}
+
+    def are_copies(self, parameters: list[nn.Parameter]) -> bool:
         """True if parameters have copies that were handed out, each its own."""
-        ids = {id(p.grad) for p in parameters if _copies.get(id(p.grad)) is p.grad}
+        ids = {
+            id(p.grad) for p in parameters if _copies.get(id(p.grad)) is p.grad and not self._is_known(p)
+        }
         return len(ids) == len(parameters)
 
     def clash(self, added: list[nn.Parameter]) -> bool:
         """True if gradients overlap, of which one at least is to be copied."""
         if not overlap(added):
             return False
-        in_place = [] if self.are_others else self.of_user_code(added)
+        in_place = [] if self.are_others else self._to_be_in_place(added)
         return len(in_place) < len(added)
 
     def is_in_place(self, added: list[nn.Parameter]) -> bool:
         """True if a step adds to gradients of user code in their memory."""
-        return not self.are_others and bool(self.of_user_code(added))
+        return not self.are_others and bool(self._to_be_in_place(added))
+
+    def _to_be_in_place(self, added: list[nn.Parameter]) -> list[nn.Parameter]:
+        if not self.are_given:
+            return self.of_user_code(added)
+        # User code keeps gradients of steps: that alone does not make a gradient one of its own.
+        return [parameter for parameter in added if self._is_known(parameter)]
 
     def move_apart(
         self, dropped: list[nn.Parameter], added: list[nn.Parameter], can_be_kept: Callable[[], bool]
@@ -278,8 +310,8 @@ class GradientCopies:
         self.in_place = []
         if can_be_kept():
             if not self.are_others:
-                self.in_place = self.of_user_code(added)
-                self._known |= {id(p.grad): p.grad for p in self.in_place if p.grad is not None}
+                self.in_place = self._to_be_in_place(added)
+                self.note(self.in_place)
             in_place = {*map(id, self.in_place)}
             added = [parameter for parameter in added if id(parameter) not in in_place]
             self.are_given = self.are_given or ExternalReferences.is_one_kept(added)
