@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from lightning_cudagraph.capture.gradient_copies import GradientCopies
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Step, StepCounts
@@ -19,7 +20,6 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.processes.agreement import Agreement
-from lightning_cudagraph.tensors.external_references import GradientCopies
 from lightning_cudagraph.tensors.signatures import Signatures
 
 T = TypeVar("T")

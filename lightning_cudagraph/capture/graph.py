@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_cudagraph.capture.gradient_copies import HandedOut
 from lightning_cudagraph.capture.instances import CaptureInstance, GraphBreak
 from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.verify.tape import OpTape
@@ -19,7 +20,6 @@ from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.external_references import (
     ExternalReferences,
     Gradients,
-    HandedOut,
     adopt,
     gradients_of,
     in_memory_of,

@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
+from lightning_cudagraph.capture.gradient_copies import HandedOut
 from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.errors import HookError
 from lightning_cudagraph.tensors.external_references import (
     ExternalReferences,
     Gradients,
-    HandedOut,
     adopt,
     gradients_of,
     overlap,
