@@ -455,6 +455,7 @@ def test_nested_tensors_are_not_carried(tmp_path: Path, accelerator: str) -> Non
     assert graph.counts.replayed
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_a_scale_is_not_carried() -> None:
     """A captured step reads the scale of a quantized tensor on the host."""
     module: Any = nn.Module()
