@@ -151,10 +151,10 @@ class WrapsWhatIsLogged(Net):
     def on_train_start(self) -> None:
         Tensor.to = _counts(Tensor.to)  # type: ignore[method-assign]
 
-    def teardown(self, stage: str) -> None:
-        del Tensor.to
-
 
 def test_a_wrapper_between_steps_is_refused(tmp_path: Path, accelerator: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"`torch\.Tensor\.to` is bound to a `function`"):
-        train(make(WrapsWhatIsLogged), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    try:
+        with pytest.raises(UnsupportedError, match=r"`torch\.Tensor\.to` is bound to a `function`"):
+            train(make(WrapsWhatIsLogged), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    finally:
+        del Tensor.to
