@@ -1,4 +1,4 @@
-"""Methods and properties of `Tensor` that user code has bound anew: refused.
+"""Methods and properties of `Tensor` that user code has bound to something else: refused.
 
 What the step calls is in its graph, and a wrapper with it. But the host calls them between steps, too:
 to move batches, say, and to add up what is logged. With replays it makes other calls.

@@ -67,7 +67,7 @@ _HANDLE = overrides.handle_torch_function.__code__
 _OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, type)
 _OF_PROPERTIES = ("__get__", "__set__", "__delete__")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-# Where functions of C look for the name that they hand to modes, with what C has put there: nobody can
+# Where functions of C look for the name that they hand to modes, with what C has put there: no code can
 # set a method of the class in C below `Tensor`, and the members of modules are as at import.
 _C_NAMES: list[tuple[Any, Mapping[str, Any]]] = [
     (Tensor, vars(Tensor.__base__)),
