@@ -431,3 +431,37 @@ def test_another_form_for_good_is_captured_anew(tmp_path: Path, accelerator: str
     )
     assert_same(plain, graph)
     assert graph.counts.recaptures[0] == "`act` of the `_AnotherFormForGood` changed"
+
+
+class _HoldsNestedTensors(Base):
+    """Nested tensors, new ones in the first steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step < 8:
+            parts = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+            self.nested, self.in_a_list, self.in_a_tuple = parts, [parts], (parts, torch.ones(1))
+
+    def take(self, x: Tensor) -> Tensor:
+        return x * len(self.in_a_list) * self.nested.dim()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_not_carried(tmp_path: Path, accelerator: str) -> None:
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 2}
+    kwargs["train_loader"] = loader(ragged=False)
+    plain = train(make(_HoldsNestedTensors), tmp_path / "plain", **kwargs)
+    graph = train(make(_HoldsNestedTensors), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.replayed
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_scale_is_not_carried() -> None:
+    """A captured step reads the scale of a quantized tensor on the host."""
+    module: Any = nn.Module()
+    carried = ReboundAttributes(module, torch.device("cpu"), frozenset(), lambda child: False)
+    for scale in (0.1, 0.2):
+        module.packed = packed = torch.quantize_per_tensor(torch.ones(2), scale, 0, torch.qint8)
+        carried.watch()
+    carried.place()
+    assert module.packed is packed

@@ -60,6 +60,13 @@ class Iter(Net):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
+class NestedBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        parts = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        self.register_buffer("parts", parts, persistent=False)
+
+
 class OwnStrategy(SingleDeviceStrategy):
     """Scales what goes back."""
 
@@ -91,6 +98,7 @@ REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
     ),
     "sparse gradients": (SparseNet, {}, r"`table` is a `Embedding\(sparse=True\)`"),
     "sparse buffers": (SparseBuffer, {}, "`neighbours` has the layout `torch.sparse_coo`"),
+    "nested buffers": (NestedBuffer, {}, "`parts` is a nested tensor"),
     "TorchScript": (ScriptedNet, {}, "`head` is a TorchScript module"),
 }
 

@@ -16,6 +16,7 @@ from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
 from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
+from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError, Finding, UnsupportedError
@@ -271,6 +272,7 @@ class Captures(Generic[T]):
     def _capture_once(self, step: Step[T], signature: Signature) -> CapturedStep[T]:
         self._graphs.clear_plain()  # each replays once through `step` before its next fast path
         self._guards.effects.kind = signature, step.accumulation
+        refuse_rebound_methods()
         if self._moving:
             raise UnsupportedError(
                 f"Between any two steps, {self._moving}: a graph would be invalid at the next step.",

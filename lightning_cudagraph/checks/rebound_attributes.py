@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from lightning_cudagraph.checks.walk.host_objects import VALUES
 from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.errors import CaptureError, see
-from lightning_cudagraph.tensors.batch import KEEP_GRADIENT, has_gradient
+from lightning_cudagraph.tensors.batch import KEEP_GRADIENT, copied_leaf, has_gradient
+from lightning_cudagraph.tensors.layouts import has_strides, without_repeats
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 from lightning_cudagraph.tensors.writes import storage_id
 
@@ -36,7 +37,7 @@ def _tensors_of(value: Any) -> list[Tensor] | None:
     """The tensors in a tensor or in tuples of them; None if there is anything else."""
     kind = type(value)
     if kind is Tensor:
-        return [value] if value.layout is torch.strided else None
+        return [value] if has_strides(value) and not value.is_quantized else None
     if kind is not tuple:
         return [] if kind in VALUES else None
     found: list[Tensor] = []
@@ -54,7 +55,9 @@ def _form_of(value: Any) -> _Form | None:
     if not tensors:
         return None
     first = {id(tensor): index for index, tensor in reversed([*enumerate(tensors)])}
-    described = tuple((t.shape, t.stride(), t.dtype, t.device, first[id(t)]) for t in tensors)
+    described = tuple(
+        (t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg(), first[id(t)]) for t in tensors
+    )
     return (_skeleton(value), described)
 
 
@@ -113,7 +116,7 @@ class _Carried:
     def holding(cls, namespace: dict[str, Any], name: str, of: str, form: _Form) -> _Carried:
         """Make static tensors with the module's present values."""
         value = namespace[name]
-        buffers = _mapped(value, _once_each(lambda tensor: tensor.detach().clone()))
+        buffers = _mapped(value, _once_each(_copied))
         pairs = zip(_tensors_of(value) or [], _tensors_of(buffers) or [], strict=True)
         return cls(namespace, name, of, form, buffers, {id(b) for was, b in pairs if was.requires_grad})
 
@@ -145,7 +148,7 @@ class _Carried:
     def copy_out(self) -> None:
         """Give the module a copy of what a replay left; its own value if the step sets none."""
         if self.is_set and self.now is self.buffers:
-            self.host = _mapped(self.buffers, _once_each(lambda tensor: tensor.detach().clone()))
+            self.host = _mapped(self.buffers, _once_each(_copied))
         self.take_out()
 
     def let_in(self) -> None:
@@ -198,13 +201,18 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
+def _copied(tensor: Tensor) -> Tensor:
+    copy: Tensor = copied_leaf(tensor.detach())
+    return copy
+
+
 def _copy(into: list[Tensor], values: list[Tensor]) -> None:
     """Copy tensors into others that may share memory with them."""
     targets = {storage_id(tensor) for tensor in into}
     with torch.no_grad():
-        values = [value.clone() if storage_id(value) in targets else value for value in values]
+        values = [_copied(value) if storage_id(value) in targets else value for value in values]
         for tensor, value in zip(into, values, strict=True):
-            tensor.copy_(value)
+            without_repeats(tensor).copy_(without_repeats(value))
 
 
 class ReboundAttributes:

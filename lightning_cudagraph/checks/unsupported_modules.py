@@ -11,6 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lightning_cudagraph.compat.names.torch_names import is_traceable_wrapper_subclass
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.tensors.layouts import has_strides
 from lightning_cudagraph.tensors.local import is_split
 
 # By name: their package takes long to import.
@@ -82,10 +83,11 @@ def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
     for what, tensors in found:
         for name, tensor in tensors:
             made_of = type(tensor)
-            if tensor.layout is not torch.strided:
+            if not has_strides(tensor):
+                kind = "is a nested tensor" if tensor.is_nested else f"has the layout `{tensor.layout}`"
                 raise UnsupportedError(
-                    f"The {what} `{name}` has the layout `{tensor.layout}`, and no memory of its own by"
-                    " which replays could be compared.",
+                    f"The {what} `{name}` {kind}, and has no shape and strides by which replays could be"
+                    " compared.",
                     "Register a strided one; instead of a sparse one, its indices and values, with"
                     " `index_select` and `index_add`.",
                 )

@@ -25,6 +25,7 @@ from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignatur
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
+from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
@@ -186,6 +187,7 @@ class StepRun:
         self._specializations: dict[Signature, _Specialization] = {}
         self._last: _Specialization | None = None
         of.surroundings.check()
+        refuse_rebound_methods()
         refuse_unsupported_modules(of.model, averaged=True)
         _refuse_several_devices(of.model, backend.device)
         self._optimizers = OptimizerSteps(of.optimizers, of.scaler, backend.device, self._drop_all)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.errors import BatchError, CaptureError, see
+from lightning_cudagraph.tensors.layouts import has_strides, with_lazy_signs
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
@@ -139,8 +140,12 @@ def copied_leaf(leaf: Any) -> Any:
     """Copy a tensor with its strides and alignment, so that kernels sum over it in the same order."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if leaf.layout is not torch.strided or leaf.numel() == 0:
+    if not has_strides(leaf) or leaf.numel() == 0:
         return leaf.clone()
+    return with_lazy_signs(_copied_memory(with_lazy_signs(leaf, leaf)), leaf)
+
+
+def _copied_memory(leaf: Tensor) -> Tensor:
     shift = leaf.storage_offset() % _ALIGNED
     if leaf.is_contiguous() and shift == 0:
         return leaf.clone()
@@ -247,7 +252,7 @@ def compared_outputs(returned: Any, what: str) -> dict[str, Tensor]:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
+    return has_strides(tensor) and not tensor.is_meta
 
 
 def _hides_tensor(value: Any, depth: int = 3, walked: bool = False) -> str | None:

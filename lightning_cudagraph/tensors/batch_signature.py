@@ -35,9 +35,10 @@ class Signature:
     """The properties of a batch that a graph is specialised on, as one comparable, hashable value.
 
     Containers by type, keys and plain values of their attributes; tensors by shape, stride, dtype,
-    device, class, plain values of their attributes, and identity with each other; other leaves by value,
-    because a capture freezes them. Of two signatures, host values are compared that captured steps have
-    read by then: equality gets stricter with each read, and the hash stays the same.
+    device, lazy conjugation and negation, class, plain values of their attributes, and identity with
+    each other; other leaves by value, because a capture freezes them. Of two signatures, host values are
+    compared that captured steps have read by then: equality gets stricter with each read, and the hash
+    stays the same.
 
     Args:
         device: the device of the training step; a tensor elsewhere would be read by the host.
@@ -72,9 +73,8 @@ class Signature:
             if isinstance(leaf, Tensor):
                 self._check_tensor(path, leaf, device)
                 same_as = first_seen.setdefault(id(leaf), position)
-                described.append(
-                    (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device.type, type(leaf), same_as)
-                )
+                layout = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device.type)
+                described.append((*layout, (leaf.is_conj(), leaf.is_neg()), type(leaf), same_as))
             elif reads is not None and is_host_value(leaf):
                 described.append((type(leaf),))
                 values[path] = (type(leaf), self._value_of(path, leaf))
@@ -308,6 +308,9 @@ def _in_words(described: tuple[Any, ...]) -> str:
     if len(described) == 2:
         kind, value = described
         return str(value) if issubclass(kind, (float, complex)) else repr(value)
-    shape, stride, dtype, device, kind, _ = described
+    shape, stride, dtype, device, (is_conj, is_neg), kind, _ = described
+    lazily = [word for word, is_so in (("conjugated", is_conj), ("negated", is_neg)) if is_so]
     of_class = "" if kind is Tensor else f" in a `{kind.__qualname__}`"
-    return f"{shape} {str(dtype).removeprefix('torch.')} {device} with strides {stride}{of_class}"
+    signs = f", lazily {' and '.join(lazily)}" if lazily else ""
+    dtype = str(dtype).removeprefix("torch.")
+    return f"{shape} {dtype} {device} with strides {stride}{signs}{of_class}"

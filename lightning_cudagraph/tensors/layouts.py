@@ -1,4 +1,4 @@
-"""A guard on addresses and layouts of tensors."""
+"""Layouts of tensors: memory with the layout of another tensor, and a guard on addresses and layouts."""
 
 from __future__ import annotations
 
@@ -48,6 +48,33 @@ def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """The address and layout of a tensor, as far as graphs bake them in, as one comparable value."""
     return _layout(tensor), tensor.data_ptr(), local(tensor).data_ptr()
+
+
+def has_strides(tensor: Tensor) -> bool:
+    """True for a tensor with one shape and its strides: neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """Memory with the layout of a tensor, so that the same kernels are chosen for it."""
+    once = without_repeats(tensor)
+    memory = torch.empty_strided(once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device)
+    return with_lazy_signs(memory.expand(tensor.shape), tensor)
+
+
+def without_repeats(tensor: Tensor) -> Tensor:
+    """The part of an expanded tensor that can be written: its repeated elements once."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def with_lazy_signs(tensor: Tensor, like: Tensor) -> Tensor:
+    """Conjugate and negate a tensor lazily where `like` is; where both are one, its plain memory."""
+    if like.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
 class Layouts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, map_leaves, structure_of
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, held, hold, is_host_value
+from lightning_cudagraph.tensors.layouts import empty_like, without_repeats
 from lightning_cudagraph.tensors.writes import storage_id
 
 _MAX_NAMED = 3
@@ -47,7 +49,7 @@ class _Pattern:
             # One tensor in two places has one buffer: another signature than two tensors.
             self._known &= id(value) not in self._seen and not vars(value)
             self._seen.add(id(value))
-            return (Tensor, value.shape, value.stride(), value.dtype)
+            return (Tensor, value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg())
         if kind is list or kind is tuple:
             return (kind, [self._described(member) for member in value])
         if kind is dict:
@@ -77,13 +79,15 @@ def _matches(
     if type(value) is not kind:
         return False
     if kind is Tensor:
-        _, shape, stride, dtype = pattern
+        _, shape, stride, dtype, is_conj, is_neg = pattern
         found.append(value)
         return (
             value.layout is torch.strided
             and value.shape == shape
             and value.dtype is dtype
             and value.stride() == stride
+            and value.is_conj() == is_conj
+            and value.is_neg() == is_neg
             and not value.requires_grad
             and value.device.type == device_type
             and not value.__dict__  # quicker than `vars`
@@ -258,22 +262,14 @@ class StaticBatch:
                 self._paths[id(self._values[-1])] = path
                 return self._values[-1]
             if id(leaf) not in buffers:
-                buffers[id(leaf)] = _dressed(self._empty_like(leaf), leaf)
+                buffers[id(leaf)] = _dressed(empty_like(leaf), leaf)
             return buffers[id(leaf)]
 
         self.batch = map_leaves(example, static)
-        self._buffers = list(buffers.values())
+        self._buffers = [*map(without_repeats, buffers.values())]
+        self._are_whole = [*map(is_, self._buffers, buffers.values())]
         self.copy_from(example)
         self._pattern = _Pattern(example, reads)
-
-    @staticmethod
-    def _empty_like(leaf: Tensor) -> Tensor:
-        # `empty_strided` keeps the layout, so that the same kernels are chosen as in an eager step. An
-        # expanded tensor, in which elements share memory, cannot be written, and gets a plain buffer.
-        overlaps = any(st == 0 and n > 1 for st, n in zip(leaf.stride(), leaf.shape, strict=True))
-        if overlaps:
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
     def lend(self) -> Loan:
         """Make a `Loan` of the batch for a capture of the step, which notes its reads of host values."""
@@ -310,5 +306,5 @@ class StaticBatch:
             hold(own, value)
         if len(tensors) != len(self._buffers):  # before anything is copied
             raise ValueError(f"{len(tensors)} tensors for {len(self._buffers)} static buffers")
-        for buffer, source in zip(self._buffers, tensors, strict=True):
-            buffer.copy_(source, non_blocking=True)
+        for buffer, source, is_whole in zip(self._buffers, tensors, self._are_whole, strict=True):
+            buffer.copy_(source if is_whole else without_repeats(source), non_blocking=True)

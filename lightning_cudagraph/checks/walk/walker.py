@@ -59,7 +59,7 @@ from lightning_cudagraph.checks.walk.quick import QuickComparison
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
 from lightning_cudagraph.device.lines.user_lines import is_users
-from lightning_cudagraph.tensors.layouts import layout_of
+from lightning_cudagraph.tensors.layouts import has_strides, layout_of
 
 # Not entered: these change in every step by themselves; writes to logs and files are refused when made.
 _STOPS = (
@@ -302,7 +302,7 @@ class Walk:
     def _add_layout(self, root: Root) -> None:
         """Compare the layout of a tensor that the step can have read."""
         value = root.value
-        if value.layout is not torch.strided or self._scope.in_capture:
+        if self._scope.in_capture or not has_strides(value):
             return
         read = lambda: {"": layout_of(value)}  # noqa: E731
         self._tensors.append(Node(None, value, root.path, root.of, read, **self._reading(root)))

@@ -103,6 +103,12 @@ def _counts_users(count: Any) -> bool:
     return bool(before >= 1 and count(number) > before and view is not None)
 
 
+def _negates(view: Any) -> bool:
+    import torch
+
+    return bool(view(torch.ones(1, device="cpu")).is_neg())
+
+
 def _counts_nodes(number: Any) -> bool:
     import torch
 
@@ -149,6 +155,7 @@ _TENSORS = (
     # References to a tensor from C++; only some versions have it.
     PrivateName("torch.Tensor._use_count"),
     PrivateName("torch._C._storage_Use_Count", (HELD_GRADIENTS,), _counts_users),
+    PrivateName("torch._neg_view", (CAPTURES,), _negates),
     *named("torch", "_foreach_add_ _foreach_copy_ _foreach_div _foreach_div_ _foreach_mul", CAPTURES),
     *named("torch", "_foreach_mul_ _foreach_norm _foreach_sub _fused_sgd_", CAPTURES),
 )

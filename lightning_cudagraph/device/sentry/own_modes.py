@@ -7,11 +7,12 @@ padded places at zero on the one path, and not on the other.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +26,8 @@ from lightning_cudagraph.compat.names.torch_names import (
     eval_frame,
 )
 from lightning_cudagraph.device.lines import warned_lines
+from lightning_cudagraph.device.refusals.first_refusal import refused
+from lightning_cudagraph.errors import CaptureError
 
 # The value in classes that override nothing.
 _DOES_NOT: Any = nn.Parameter.__torch_function__
@@ -61,41 +64,65 @@ def _known_to_dynamo() -> None:
 
 
 _HANDLE = overrides.handle_torch_function.__code__
-_OF_C = (
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.MethodWrapperType,
-)
+_OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, type)
+_OF_PROPERTIES = ("__get__", "__set__", "__delete__")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+# Where functions of C look for the name that they hand to modes, with what C has put there: no code can
+# set a method of the class in C below `Tensor`, and the members of modules are as at import.
+_C_NAMES: list[tuple[Any, Mapping[str, Any]]] = [
+    (Tensor, vars(Tensor.__base__)),
+    (torch, dict(vars(torch._C))),  # `torch.device`
+    *((module, dict(vars(module))) for module in vars(torch._C).values() if inspect.ismodule(module)),
+]
 
 
 def _torchs_own(func: Any) -> Any:
     """The function that hands `func` to a mode: torch's own, even if user code wraps it.
 
-    torch's Python functions hand over what is bound to their name. If that is a wrapper, calling it in
-    a mode would run it inside of itself, and do twice what it adds. The code that asks is in the frame
-    that calls `handle_torch_function`, with its arguments.
+    torch's functions hand over what is bound to their name. If that is a wrapper, calling it in a mode
+    would run it inside of itself, and do twice what it adds.
     """
-    if isinstance(func, _OF_C):
-        return func
-    code = getattr(func, "__code__", None)
-    if code is not None and code.co_filename.startswith(_TORCH):
+    descriptor = getattr(func, "__self__", None)  # of a property's `__get__`
+    if isinstance(func, _OF_C) or isinstance(descriptor, types.GetSetDescriptorType):
         return func
     handle = sys._getframe(2)  # behind `__torch_function__`
-    asker = handle.f_back
-    if handle.f_code is not _HANDLE or asker is None:
+    if handle.f_code is _HANDLE and handle.f_back is not None:
+        return _asking(handle.f_back, func)
+    if type(func).__module__.startswith("torch."):  # an op, or a function of TorchScript
         return func
-    code = asker.f_code
-    if not code.co_filename.startswith(_TORCH) or code.co_freevars:
+    name = getattr(func, "__name__", "")
+    return getattr(_of_c(descriptor), name) if name in _OF_PROPERTIES else _of_c(func)
+
+
+def _asking(frame: types.FrameType, func: Any) -> Any:
+    """The function of Python that runs in this frame, with its arguments as defaults."""
+    code = frame.f_code
+    is_wrapped = code.co_filename.startswith(_TORCH) or frame.f_globals.get(code.co_name) is func
+    if getattr(func, "__code__", None) is code or not is_wrapped:
         return func
-    values = asker.f_locals
+    values = frame.f_locals
     n_positional = code.co_argcount
     defaults = tuple(values[name] for name in code.co_varnames[:n_positional])
-    original = types.FunctionType(code, asker.f_globals, code.co_name, defaults)
+    cells = tuple(types.CellType(values[name]) for name in code.co_freevars)
+    asking = types.FunctionType(code, frame.f_globals, code.co_name, defaults, cells)
     of_keywords = code.co_varnames[n_positional : n_positional + code.co_kwonlyargcount]
-    original.__kwdefaults__ = {name: values[name] for name in of_keywords}
-    return original
+    asking.__kwdefaults__ = {name: values[name] for name in of_keywords}
+    return asking
+
+
+def _of_c(bound: Any) -> Any:
+    """The function or property of C under whose name user code has bound another one."""
+    found = [
+        own[name]
+        for owner, own in _C_NAMES
+        for name in vars(owner)
+        if name in own and getattr(owner, name) is bound
+    ]
+    if len(found) != 1 or found[0] is bound:
+        name = getattr(bound, "__qualname__", type(bound).__qualname__)
+        what = f"torch hands over `{name}`, bound to {len(found) or 'no'} names of its functions in C"
+        raise refused(CaptureError(f"{what}.", "Bind a function of its own to each name."))
+    return found[0]
 
 
 class OwnFunctionMode(TorchFunctionMode):

@@ -24,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.compat.features import CAPTURES, EVALUATION
 from lightning_cudagraph.compat.method_patches import MethodPatch
@@ -280,4 +281,5 @@ def check_optimizer_part(trainer: pl.Trainer) -> None:
 
 
 def _check_modules(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    refuse_rebound_methods()
     refuse_unsupported_modules(module, sharded=isinstance(trainer.strategy, ModelParallelStrategy))
