@@ -311,7 +311,7 @@ def test_graphed_step(accelerator: str, name: str, first: int) -> None:
     assert replays >= 5
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [name for name in CHANGES if name != "_flat"])  # references show that
 def test_control(accelerator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the guard, later steps go on with the gradients of an earlier one."""
     monkeypatch.setattr(Layouts, "changed", lambda self, tensors: False)

@@ -309,14 +309,13 @@ def _small_device(monkeypatch: pytest.MonkeyPatch, device_bytes: int, host_bytes
         monkeypatch.setattr(backend, "largest_graph_bytes", lambda self: 1000)
     monkeypatch.setattr(verify, "host_free_bytes", lambda: host_bytes)
     parked: list[str] = []
-    to = Tensor.to
+    on_host = verify.on_host
 
-    def spy(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if kwargs.get("copy"):
-            parked.append(args[0])
-        return to(self, *args, **kwargs)
+    def spy(tensor: Tensor) -> Tensor:
+        parked.append("cpu")
+        return on_host(tensor)
 
-    monkeypatch.setattr(Tensor, "to", spy)
+    monkeypatch.setattr(verify, "on_host", spy)
     return parked
 
 

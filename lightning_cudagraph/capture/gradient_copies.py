@@ -98,21 +98,22 @@ class GradientCopies:
         """Prepare copies for the parameters of a step that begins: dropped and added to."""
         self.handed = HandedOut(chain(*parameters()))
 
-    def of_user_code(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def of_user_code(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters with gradients that user code refers to, and that are not of a graph."""
         of_graphs = ExternalReferences.storages_of_graphs()
-        found = []
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            is_ours = _copies.get(id(parameter.grad)) is parameter.grad
-            if self._is_known(parameter) or not (
-                is_ours
-                or storage_id(parameter.grad) in of_graphs
-                or not ExternalReferences.is_one_kept([parameter])
-            ):
-                found.append(parameter)
-        return found
+        unknown = [
+            parameter
+            for parameter in parameters
+            if parameter.grad is not None and not self._is_known(parameter)
+        ]
+        others = [
+            p
+            for p in unknown
+            if p.grad is not None
+            and _copies.get(id(p.grad)) is not p.grad
+            and storage_id(p.grad) not in of_graphs
+        ]
+        return [*filter(self._is_known, parameters), *ExternalReferences.kept(others)]
 
     def _is_known(self, parameter: nn.Parameter) -> bool:
         gradient = parameter.grad

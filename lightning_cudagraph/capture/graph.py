@@ -294,8 +294,7 @@ class CapturedStep(Generic[T]):
 
     def _are_in_place(self) -> bool:
         """True if all gradients that the step adds to are at the addresses in the graph."""
-        present = [parameter.grad for parameter, _ in self._accumulated]
-        return None not in present and not self._added_layouts.changed(present)
+        return not self._added_layouts.changed([p.grad for p, _ in self._accumulated])
 
     def put_back_gradients(self) -> None:
         """Move the gradients that the step makes back to the addresses in the graph."""

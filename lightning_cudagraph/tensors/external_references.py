@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise, repeat
+from itertools import repeat
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.tensors.layouts import Layouts
-from lightning_cudagraph.tensors.local import address_of, local
+from lightning_cudagraph.tensors.local import address_of, is_split, local
 from lightning_cudagraph.tensors.writes import storage_id
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
@@ -86,19 +87,43 @@ class ExternalReferences:
     @staticmethod
     def is_one_kept(parameters: Iterable[nn.Parameter]) -> bool:
         """True if there are external references to gradients of parameters, of a graph or not."""
+        return bool(ExternalReferences.kept(parameters))
+
+    @staticmethod
+    def kept(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters to whose gradients there are external references."""
         found = gradients_of(parameters)
         of_graphs = {id(g): holds for holds in _all for _, g in holds._gradients}
         fresh = nn.Parameter(torch.zeros(()))
         fresh.grad = torch.zeros(())
         known = {id(holds): holds for _, g in found if (holds := of_graphs.get(id(g))) is not None}
+        kept_of = {number for number, holds in known.items() if holds.is_any_kept()}
+        named = [p for p, g in found if id(of_graphs.get(id(g))) in kept_of]
         unknown = [(p, g) for p, g in found if id(g) not in of_graphs]
         del found
         alone = ExternalReferences([(fresh, fresh.grad)])
         alone.count()
         others = ExternalReferences(unknown)
         del unknown
-        others._counts = [count * len(others._gradients) for count in alone._counts]
-        return others.is_any_kept() or any(holds.is_any_kept() for holds in known.values())
+        # The backward pass of `torch.cat` leaves several gradients in one storage. Local tensors of
+        # `DTensor`s are views.
+        sharing = Counter(others._numbers)
+        more = [
+            sys.maxsize if is_split(type(gradient)) else sharing[number] - 1
+            for gradient, number in zip(others._tensors, others._numbers, strict=True)
+        ]
+        none = [0] * len(more)
+        expected = [
+            [count[0] + extra for extra in extras]
+            for count, extras in zip(alone._counts, (more, none, none, more), strict=True)
+        ]
+        rising = [
+            any(map(operator.gt, now, then))
+            for now, then in zip(
+                zip(*others._counted(), strict=True), zip(*expected, strict=True), strict=True
+            )
+        ]
+        return named + [p for p, is_kept in zip(others._parameters, rising, strict=True) if is_kept]
 
     @staticmethod
     def storages_of_graphs() -> set[int]:
@@ -170,9 +195,20 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
 
 def overlap(parameters: list[nn.Parameter]) -> bool:
     """True if gradients overlap each other or parameters."""
-    found = [*map(local, parameters), *(local(g) for _, g in gradients_of(parameters))]
-    places = sorted((t.data_ptr(), t.data_ptr() + _extent_bytes(t)) for t in found if t.numel())
-    return any(second < end for (_, end), (second, _) in pairwise(places))
+    gradients = [local(gradient) for _, gradient in gradients_of(parameters)]
+    places = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), is_gradient)
+        for tensors, is_gradient in ((map(local, parameters), False), (gradients, True))
+        for tensor in tensors
+        if tensor.numel()
+    )
+    end = end_of_gradients = 0
+    for start, its_end, is_gradient in places:
+        if start < (end if is_gradient else end_of_gradients):
+            return True
+        end = max(end, its_end)
+        end_of_gradients = max(end_of_gradients, its_end if is_gradient else 0)
+    return False
 
 
 def _extent_bytes(tensor: Tensor) -> int:

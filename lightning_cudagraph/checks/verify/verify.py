@@ -89,6 +89,11 @@ class _Outcome:
     rng_state: Tensor
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 @dataclass
 class Verifier:
     """Selection of the replays to check, and the checks.
@@ -373,7 +378,7 @@ class Verifier:
             step_bytes + 3 * max(sizes_bytes, default=0) < free_bytes
             and copies_bytes < host_free_bytes()
         ):
-            return lambda tensor: tensor.detach().to("cpu", copy=True)
+            return on_host
         self._note(
             f"not verified: a check needs {(copies_bytes + step_bytes) / 2**20:.0f} MiB, which neither"
             " the device nor the host has free"
