@@ -107,6 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], Net], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore:You have turned on", "ignore:Using ModelCheckpoint with manual")
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated, and in use
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
 def test_refused_before_the_first_step(tmp_path: Path, accelerator: str, name: str) -> None:
     build, kwargs, message = REFUSED[name]

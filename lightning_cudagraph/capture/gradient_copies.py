@@ -91,7 +91,7 @@ class GradientCopies:
         self.are_others = False
         self.in_place: list[nn.Parameter] = []
         self._known: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # those of user code
-        self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by the last eager step
+        self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by eager steps
         self.handed: HandedOut | None = None
 
     def begin(self, parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]) -> None:
@@ -124,13 +124,14 @@ class GradientCopies:
         self, parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]
     ) -> Iterator[None]:
         """Note the gradients that an eager step makes; user code may keep them."""
-        before = [(p, id(p.grad)) for p in chain(*parameters())]
+        before = {id(p.grad) for p in chain(*parameters())}
         yield
-        made = [p.grad for p, was in before if p.grad is not None and id(p.grad) != was]
-        self._made = WeakValueDictionary({id(gradient): gradient for gradient in made})
+        # Only a step that has run once knows its parameters.
+        made = [p.grad for p in chain(*parameters()) if p.grad is not None and id(p.grad) not in before]
+        self._made.update({id(gradient): gradient for gradient in made})
 
     def are_made(self, parameters: list[nn.Parameter]) -> bool:
-        """True if the last eager step has made the gradients of parameters."""
+        """True if eager steps have made the gradients of parameters."""
         return all(p.grad is not None and self._made.get(id(p.grad)) is p.grad for p in parameters)
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:

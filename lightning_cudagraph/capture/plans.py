@@ -85,8 +85,6 @@ class Plans(Generic[T]):
         step.signature = signature
         if reason := self._admission.refusal(signature, step.accumulation):
             return Intent.EAGER, reason, None, None
-        if self._copies.are_given:
-            self._copies.begin(step.parameters)
         captured = self._graphs.get(signature, step.accumulation)
         if captured is not None and (change := captured.stale(self._admission.is_varied)):
             if captured.n_mismatches < _MAX_MISMATCHES and self._admission.is_varied:
@@ -102,6 +100,8 @@ class Plans(Generic[T]):
                 return Intent.EAGER, _CLASH, None, None
             self._invalidation.follow_gradients(captured)
             captured = None
+        if self._copies.are_given:  # not before: it refers to the gradients, too
+            self._copies.begin(step.parameters)
         if captured is not None:
             captured.n_mismatches = 0
         else:

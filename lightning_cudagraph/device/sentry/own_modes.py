@@ -94,11 +94,20 @@ def _torchs_own(func: Any) -> Any:
     return getattr(_of_c(descriptor), name) if name in _OF_PROPERTIES else _of_c(func)
 
 
+def _is_of_user_code(func: Any) -> bool:
+    """True if a function, or one that it wraps, is not of torch."""
+    while func is not None:
+        code = getattr(func, "__code__", None)
+        if code is None or not code.co_filename.startswith(_TORCH):
+            return True
+        func = getattr(func, "__wrapped__", None)
+    return False
+
+
 def _asking(frame: types.FrameType, func: Any) -> Any:
     """The function of Python that runs in this frame, with its arguments as defaults."""
     code = frame.f_code
-    is_wrapped = code.co_filename.startswith(_TORCH) or frame.f_globals.get(code.co_name) is func
-    if getattr(func, "__code__", None) is code or not is_wrapped:
+    if not _is_of_user_code(func):  # `_unique_impl` asks for `torch.unique`, say
         return func
     values = frame.f_locals
     n_positional = code.co_argcount
