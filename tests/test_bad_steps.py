@@ -567,7 +567,7 @@ REMEDIES: dict[type[Net], str] = {
     Length: MASK,
     Size: SIZE,
     SizeFurtherDown: SIZE,
-    Rolls: "Roll by an index: `x.index_select(1, (torch.arange(",
+    Rolls: "Roll by an index, with `size = x.size(1)` and the shift as a tensor: `x.index_select(",
     LoopsOverNumber: "Loop as often as is needed at most, and leave out what is beyond",
     LoopsOverClasses: "`torch.unique`.*`.tolist()`.*`for c in range(num_classes)`, with a mask",
     LoopsOverLengths: "Loop over the tensor itself, `for each in x`",

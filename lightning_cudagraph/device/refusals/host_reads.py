@@ -21,8 +21,9 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 _IN_A_LIBRARY = (
     "The library decides on the host. If the call needs the batch alone, as an augmentation does, make"
-    " it in the dataset, or in `on_after_batch_transfer`, which runs between two steps; else use another"
-    " function." + see("host_random")
+    " it in the dataset, or in `on_after_batch_transfer`, which runs between two steps. If it checks an"
+    " argument, such as a mask without padding, leave that out. Else use another function."
+    + see("host_random")
 )
 
 Words = tuple[str, str]  # the description for the user, and the remedy
@@ -229,8 +230,9 @@ _USES = (
     _Use(
         "",
         lambda call, where: call.name == "roll" or _takes(call, where, "roll"),
-        "Roll by an index: `x.index_select(1, (torch.arange(n, device=x.device) - shift) % n)`, with"
-        " `n = x.size(1)`." + see("indices_and_lengths"),
+        "Roll by an index, with `size = x.size(1)` and the shift as a tensor:"
+        " `x.index_select(1, (torch.arange(size, device=x.device) - shift) % size)`."
+        + see("indices_and_lengths"),
     ),
     _Use(
         "",
