@@ -196,6 +196,7 @@ def test_what_the_terminal_shows(tmp_path: Path, name: str) -> None:
 IS_310 = sys.version_info < (3, 11)
 
 
+@pytest.mark.long
 def test_all_frames_on_request(tmp_path: Path) -> None:
     script, number = _script(tmp_path, FAULTS["item"])
     lines = _stderr(script, CUDAGRAPH_TRACEBACK="full")

@@ -28,7 +28,7 @@ long = pytest.mark.long
     [
         "an_error_in_a_step_on_rank_0",
         pytest.param("an_error_in_a_step_on_rank_1", marks=long),
-        IN_A_CAPTURE[0],
+        pytest.param(IN_A_CAPTURE[0], marks=long),
         pytest.param(IN_A_CAPTURE[1], marks=long),
         "an_error_behind_a_signal",
     ],
@@ -67,7 +67,8 @@ def test_an_error_before_training_in_one_process_ends_all(
 
 
 @pytest.mark.parametrize(
-    ("rank", "where"), [pytest.param(0, "", marks=long), (1, ""), (1, "_over_sockets")]
+    ("rank", "where"),
+    [pytest.param(0, "", marks=long), (1, ""), pytest.param(1, "_over_sockets", marks=long)],
 )
 def test_an_error_in_one_process_ends_all(
     tmp_path: Path, accelerator: str, rank: int, where: str
@@ -104,7 +105,10 @@ def test_a_process_that_is_killed_ends_all(tmp_path: Path, accelerator: str, whe
 
 @pytest.mark.parametrize(
     "where",
-    [*(pytest.param(name, marks=long) for name in ("on_rank_0", "on_rank_1")), "on_rank_1_over_sockets"],
+    [
+        *(pytest.param(name, marks=long) for name in ("on_rank_0", "on_rank_1_over_sockets")),
+        "on_rank_1",
+    ],
 )
 def test_who_has_more_to_do_than_the_others_ends(tmp_path: Path, accelerator: str, where: str) -> None:
     cases = [f"fewer_epochs_{where}"]

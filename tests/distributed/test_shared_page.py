@@ -105,6 +105,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 def test_who_is_killed_is_gone_and_a_fork_of_it_does_not_stand_for_it() -> None:
     path = SharedPage.create(2)
     first = SharedPage(path, 0, 2)

@@ -105,6 +105,7 @@ def test_processes_decide_together_at_once(
     assert_all_ok(ended, cases)
 
 
+@pytest.mark.long
 def test_a_group_that_is_there_already(tmp_path: Path, accelerator: str) -> None:
     cases = ["same_numbers_in_a_group_made_before"]
     assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=400), cases)

@@ -31,7 +31,7 @@ ALONE = ("a_group_that_the_strategy_does_not_know",)
     [
         pytest.param(IN_ONE, id="in one"),
         pytest.param(IN_ONE_LONG, id="more in one", marks=pytest.mark.long),
-        pytest.param(UNTOLD, id="untold"),
+        pytest.param(UNTOLD, id="untold", marks=pytest.mark.long),
         pytest.param(ALONE, id="alone", marks=pytest.mark.long),
     ],
 )
