@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,29 @@ class FlatLater(Flat):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 6:
             self.flatten()
+
+
+class Replaces(ZeroesInPlace):
+    """Gives parameters gradients of its own, into which steps write from then on, and reads them."""
+
+    at: tuple[int, ...] = (6,)
+
+    def on_train_start(self) -> None:
+        self.__dict__.update(own=[], seen=[])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step in self.at:
+            self.own = []
+            for parameter in self.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+                self.own.append(parameter.grad)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(sum(own.sum() for own in self.own))
+
+
+class ReplacesAgain(Replaces):
+    at = (6, 14, 20)
 
 
 class Swaps(Net):
@@ -175,6 +199,8 @@ RUNS: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any]]] = {
     "parts of one tensor": (Flat, {}, {}),
     "parts of one tensor, accumulated": (Flat, ACCUMULATED, {}),
     "parts of one tensor, later": (FlatLater, {"max_epochs": 3}, {}),
+    "replaced": (Replaces, {"max_epochs": 4}, {}),
+    "replaced again": (ReplacesAgain, {"max_epochs": 4}, {}),
     "swapped": (Swaps, ACCUMULATED, {}),
     "a part of another": (Shares, ACCUMULATED, {}),
     "kept, and the gradient too": (MainGradients, ACCUMULATED, {}),
@@ -203,6 +229,27 @@ def test_training(tmp_path: Path, accelerator: str, name: str) -> None:
     seen = ([*map(float, getattr(run.module, "seen", ()))] for run in (plain, graph))
     assert next(seen) == next(seen)
     assert graph.counts.replayed > 4 or name in _EAGER
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (Shares, "gradients that share memory; give each its own"),
+        (HalvesInTheStep, r"a gradient that it adds to other memory"),
+    ],
+)
+def test_reasons(tmp_path: Path, accelerator: str, cls: type[Net], reason: str) -> None:
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    train(make(cls), tmp_path, callback, accelerator=accelerator, **ACCUMULATED)
+    assert re.search(reason, str(callback.summary)), callback.summary
+
+
+def test_replaced_gradients_have_a_remedy(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback()
+    train(make(Replaces), tmp_path, callback, accelerator=accelerator, max_epochs=4)
+    (change,) = callback.summary.fit.recaptures
+    assert change == "user code gives a parameter a gradient of its own"
+    assert "p.grad.copy_" in change.remedy
 
 
 class _Hook(Callback):

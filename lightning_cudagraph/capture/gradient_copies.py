@@ -81,14 +81,14 @@ class GradientCopies:
 
     Attributes:
         are_given: True once there was an external reference to a gradient, or if they cannot be counted.
-        are_others: True once user code has replaced gradients that a step adds to in place.
+        are_replaced: True once user code has replaced gradients that a step adds to in place.
         in_place: parameters with gradients of user code in the last capture.
         handed: the copies of the present step, if there are any.
     """
 
     def __init__(self) -> None:
         self.are_given = not available(HELD_GRADIENTS)
-        self.are_others = False
+        self.are_replaced = False
         self.in_place: list[nn.Parameter] = []
         self._known: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # those of user code
         self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by eager steps
@@ -101,15 +101,11 @@ class GradientCopies:
     def of_user_code(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters with gradients that user code refers to, and that are not of a graph."""
         of_graphs = ExternalReferences.storages_of_graphs()
-        unknown = [
-            parameter
-            for parameter in parameters
-            if parameter.grad is not None and not self._is_known(parameter)
-        ]
         others = [
             p
-            for p in unknown
+            for p in parameters
             if p.grad is not None
+            and not self._is_known(p)
             and _copies.get(id(p.grad)) is not p.grad
             and storage_id(p.grad) not in of_graphs
         ]
@@ -124,11 +120,14 @@ class GradientCopies:
         self, parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]
     ) -> Iterator[None]:
         """Note the gradients that an eager step makes; user code may keep them."""
-        before = {id(p.grad) for p in chain(*parameters())}
+        # Weakly: a gradient that the step drops leaves its id to one that it makes.
+        before = _by_id(chain(*parameters()))
         yield
         # Only a step that has run once knows its parameters.
-        made = [p.grad for p in chain(*parameters()) if p.grad is not None and id(p.grad) not in before]
-        self._made.update({id(gradient): gradient for gradient in made})
+        after = _by_id(chain(*parameters()))
+        self._made |= {
+            key: gradient for key, gradient in after.items() if before.get(key) is not gradient
+        }
 
     def are_made(self, parameters: list[nn.Parameter]) -> bool:
         """True if eager steps have made the gradients of parameters."""
@@ -136,7 +135,7 @@ class GradientCopies:
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note that parameters have gradients of user code."""
-        self._known |= {id(gradient): gradient for _, gradient in gradients_of(parameters)}
+        self._known |= _by_id(parameters)
 
     def are_copies(self, parameters: list[nn.Parameter]) -> bool:
         """True if parameters have copies that were handed out, each its own."""
@@ -145,16 +144,16 @@ class GradientCopies:
         }
         return len(ids) == len(parameters)
 
-    def clash(self, added: list[nn.Parameter]) -> bool:
+    def has_overlaps(self, added: list[nn.Parameter]) -> bool:
         """True if gradients overlap, of which one at least is to be copied."""
         if not overlap(added):
             return False
-        in_place = [] if self.are_others else self._to_be_in_place(added)
+        in_place = [] if self.are_replaced else self._to_be_in_place(added)
         return len(in_place) < len(added)
 
     def is_in_place(self, added: list[nn.Parameter]) -> bool:
         """True if a step adds to gradients of user code in their memory."""
-        return not self.are_others and bool(self._to_be_in_place(added))
+        return not self.are_replaced and bool(self._to_be_in_place(added))
 
     def _to_be_in_place(self, added: list[nn.Parameter]) -> list[nn.Parameter]:
         if not self.are_given:
@@ -172,7 +171,7 @@ class GradientCopies:
         """
         self.in_place = []
         if can_be_kept():
-            if not self.are_others:
+            if not self.are_replaced:
                 self.in_place = self._to_be_in_place(added)
                 self.note(self.in_place)
             in_place = {*map(id, self.in_place)}
@@ -189,6 +188,10 @@ class GradientCopies:
         if self.handed is not None:
             self.handed.put_back()
             self.handed = None
+
+
+def _by_id(parameters: Iterable[nn.Parameter]) -> WeakValueDictionary[int, Tensor]:
+    return WeakValueDictionary({id(gradient): gradient for _, gradient in gradients_of(parameters)})
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -276,6 +276,8 @@ class CapturedStep(Generic[T]):
         Returns:
             The parameters, and True if user code has replaced one to which the step adds in place.
         """
+        if self._are_in_place():
+            return [], False
         moved = [p for p, g in self._accumulated if p.grad is not None and not in_memory_of(p.grad, g)]
         missing = self._in_place and any(
             p.grad is None for p, _ in self._accumulated if id(p) in self._in_place

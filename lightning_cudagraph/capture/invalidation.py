@@ -59,14 +59,14 @@ class Invalidation(Generic[T]):
             return False
         return any(each.is_kept(after_pause) for each in self._graphs.all())
 
-    def gradients_are_others(self, captured: CapturedStep[T]) -> bool:
+    def has_replaced_gradients(self, captured: CapturedStep[T]) -> bool:
         """True if user code has given parameters gradients of its own, which the graph does not have."""
         moved, is_in_place = captured.replaced()
         if not moved or is_in_place or self._copies.are_copies(moved):
             return is_in_place
-        if self._copies.clash(captured.adds):
+        if self._copies.has_overlaps(captured.adds):
             return True
-        if self._copies.are_others:
+        if self._copies.are_replaced:
             return False
         others = self._copies.of_user_code(moved)
         return bool(others) and not (self._copies.are_given and self._copies.are_made(others))
@@ -78,10 +78,12 @@ class Invalidation(Generic[T]):
         if others and not is_in_place and self._copies.are_made(others):
             self._copy_out_from_now_on()
             return
-        self._copies.are_others = is_in_place
+        self._copies.are_replaced = is_in_place
         self._copies.note(others)
         self._copies.are_given = self._copies.are_given or is_in_place
-        self.drop("user code gives a parameter a gradient of its own")
+        change = Change("user code gives a parameter a gradient of its own")
+        change.remedy = "Write into the gradient that is there: `p.grad.copy_(...)`."
+        self.drop(change)
 
     @property
     def suspicion(self) -> str:

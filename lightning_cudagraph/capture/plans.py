@@ -18,7 +18,9 @@ T = TypeVar("T")
 # Batches in a row for which a graph expects other gradients before the step, until it is invalidated.
 _MAX_MISMATCHES = 8
 
-_CLASH = "user code gives parameters gradients that share memory"
+_OVERLAPS = (
+    "user code gives parameters gradients that share memory; give each its own: `p.grad = g.clone()`"
+)
 
 # The intent, the reason if the step is eager, the signature, and the captured step if there is one.
 Plan = tuple[Intent, str, Signature | None, CapturedStep[T] | None]
@@ -55,7 +57,7 @@ class Plans(Generic[T]):
             return None
         if self._admission.is_varied and captured.stale(is_varied=True):
             return None
-        if self._invalidation.gradients_are_others(captured):
+        if self._invalidation.has_replaced_gradients(captured):
             return None
         if self._agreement is not None:
             met = self.met = self._agreement.vote(Intent.REPLAY)
@@ -93,11 +95,11 @@ class Plans(Generic[T]):
                 return Intent.EAGER, change, None, None
             self._invalidation.drop(change)
             captured = None
-        if captured is None and self._copies.clash(step.parameters()[1]):
-            return Intent.EAGER, _CLASH, None, None
-        if captured is not None and self._invalidation.gradients_are_others(captured):
-            if self._copies.are_others:
-                return Intent.EAGER, _CLASH, None, None
+        if captured is None and self._copies.has_overlaps(step.parameters()[1]):
+            return Intent.EAGER, _OVERLAPS, None, None
+        if captured is not None and self._invalidation.has_replaced_gradients(captured):
+            if self._copies.are_replaced:
+                return Intent.EAGER, _OVERLAPS, None, None
             self._invalidation.follow_gradients(captured)
             captured = None
         if self._copies.are_given:  # not before: it refers to the gradients, too
