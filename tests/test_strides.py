@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.tensors.batch import copied_leaf
 from lightning_cudagraph.tensors.batch_signature import Signature
+from lightning_cudagraph.tensors.layouts import alignment_bytes
 from lightning_cudagraph.tensors.static import StaticBatch
 from tests.harness import Net, assert_same, loader, make, train
 
@@ -22,9 +23,11 @@ CPU = torch.device("cpu")
 
 
 def _layouts(x: Tensor) -> list[Tensor]:
-    """Views of new tensors: expanded, with gaps, overlapping, lazily conjugated and negated."""
+    """Views of new tensors: at odd addresses, expanded, with gaps, overlapping, with lazy signs."""
     pairs = torch.view_as_complex(x.reshape(-1, 6, 2).repeat(50, 1, 1))
+    long = x.repeat(9, 80).reshape(-1)
     return [
+        *(long[first:][: 64 * 95].view(64, 95) for first in (1, 3)),
         x[:, :1].expand(-1, 777),
         x[0].repeat(50)[None].expand(9, 600),
         x.reshape(-1).repeat(50)[::3],
@@ -91,7 +94,21 @@ def test_static_tensors_and_copies_have_the_layout_of_their_tensor() -> None:
         for copy, tensor in zip(copies, new, strict=True):
             assert torch.equal(copy, tensor)
             assert copy.stride() == tensor.stride()
+            assert alignment_bytes(copy) == alignment_bytes(tensor)
             assert (copy.is_conj(), copy.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+
+
+def test_an_address_that_sums_read_in_another_order_is_another_signature() -> None:
+    x = torch.randn(200)
+    one, alike, other, far = (x[first:][:96] for first in (1, 5, 3, 64))
+    assert StaticBatch([one]).leaves_of([alike], "cpu") is not None
+    assert Signature([one], CPU) == Signature([alike], CPU)
+    for another in (other, x[:96]):
+        assert StaticBatch([one]).leaves_of([another], "cpu") is None
+        assert StaticBatch([another]).leaves_of([one], "cpu") is None
+        assert Signature([one], CPU) != Signature([another], CPU)
+    assert Signature([x[:96]], CPU) == Signature([far], CPU)
+    assert "aligned to 4 bytes (+12)" in Signature([one], CPU).difference(Signature([other], CPU))
 
 
 def test_a_lazy_sign_is_another_signature() -> None:

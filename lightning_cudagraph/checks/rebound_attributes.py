@@ -23,7 +23,7 @@ from lightning_cudagraph.checks.walk.host_objects import VALUES
 from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.errors import CaptureError, see
 from lightning_cudagraph.tensors.batch import KEEP_GRADIENT, copied_leaf, has_gradient
-from lightning_cudagraph.tensors.layouts import has_strides, without_repeats
+from lightning_cudagraph.tensors.layouts import alignment_bytes, extent, has_strides, without_repeats
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 from lightning_cudagraph.tensors.writes import storage_id
 
@@ -56,9 +56,14 @@ def _form_of(value: Any) -> _Form | None:
         return None
     first = {id(tensor): index for index, tensor in reversed([*enumerate(tensors)])}
     described = tuple(
-        (t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg(), first[id(t)]) for t in tensors
+        (t.shape, t.stride(), t.dtype, t.device, alignment_bytes(t), *_signs(t), first[id(t)])
+        for t in tensors
     )
     return (_skeleton(value), described)
+
+
+def _signs(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_conj(), tensor.is_neg()
 
 
 def _skeleton(value: Any) -> Any:
@@ -196,8 +201,7 @@ class _Carried:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """The address range of a tensor: its first byte, and the first one after it."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    elements = last + 1 if tensor.numel() else 0
+    elements = extent(tensor.shape, tensor.stride()) if tensor.numel() else 0
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.errors import BatchError, CaptureError, see
-from lightning_cudagraph.tensors.layouts import has_strides, with_lazy_signs
+from lightning_cudagraph.tensors.layouts import empty_strided, extent, has_strides, with_lazy_signs
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
@@ -32,8 +32,6 @@ _NUMBERS: dict[str, Any] = {
     "f": np.float64,
     "c": np.complex128,
 }
-# Elements; kernels read several at once if the address is aligned to as many.
-_ALIGNED = 16
 
 
 def _is_namedtuple(value: Any) -> bool:
@@ -146,13 +144,12 @@ def copied_leaf(leaf: Any) -> Any:
 
 
 def _copied_memory(leaf: Tensor) -> Tensor:
-    shift = leaf.storage_offset() % _ALIGNED
-    if leaf.is_contiguous() and shift == 0:
+    if leaf.is_contiguous() and leaf.storage_offset() == 0:
         return leaf.clone()
     size, stride = leaf.shape, leaf.stride()
-    extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + shift
-    memory = leaf.as_strided((extent,), (1,), leaf.storage_offset() - shift)
-    return memory.clone().as_strided(size, stride, shift)
+    flat = (extent(size, stride),), (1,)
+    memory = empty_strided(*flat, leaf).copy_(leaf.as_strided(*flat))
+    return memory.as_strided(size, stride, memory.storage_offset())
 
 
 def comparable(value: Any) -> Any:

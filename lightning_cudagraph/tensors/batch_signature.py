@@ -26,6 +26,7 @@ from lightning_cudagraph.tensors.batch import (
     structure_of,
 )
 from lightning_cudagraph.tensors.host_values import HostReads, held, is_host_value
+from lightning_cudagraph.tensors.layouts import alignment_bytes
 
 # A path, what counts of its value in words, and the type and a form of it.
 _Counted = tuple[str, str, tuple[Any, ...]]
@@ -34,11 +35,11 @@ _Counted = tuple[str, str, tuple[Any, ...]]
 class Signature:
     """The properties of a batch that a graph is specialised on, as one comparable, hashable value.
 
-    Containers by type, keys and plain values of their attributes; tensors by shape, stride, dtype,
-    device, lazy conjugation and negation, class, plain values of their attributes, and identity with
-    each other; other leaves by value, because a capture freezes them. Of two signatures, host values are
-    compared that captured steps have read by then: equality gets stricter with each read, and the hash
-    stays the same.
+    Containers by type, keys and plain values of their attributes; tensors by shape, stride, alignment,
+    dtype, device, lazy conjugation and negation, class, plain values of their attributes, and identity
+    with each other; other leaves by value, because a capture freezes them. Of two signatures, host
+    values are compared that captured steps have read by then: equality gets stricter with each read,
+    and the hash stays the same.
 
     Args:
         device: the device of the training step; a tensor elsewhere would be read by the host.
@@ -73,8 +74,9 @@ class Signature:
             if isinstance(leaf, Tensor):
                 self._check_tensor(path, leaf, device)
                 same_as = first_seen.setdefault(id(leaf), position)
-                layout = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device.type)
-                described.append((*layout, (leaf.is_conj(), leaf.is_neg()), type(leaf), same_as))
+                layout = (tuple(leaf.shape), leaf.stride(), alignment_bytes(leaf))
+                kind = (leaf.dtype, leaf.device.type, leaf.is_conj(), leaf.is_neg(), type(leaf))
+                described.append((*layout, *kind, same_as))
             elif reads is not None and is_host_value(leaf):
                 described.append((type(leaf),))
                 values[path] = (type(leaf), self._value_of(path, leaf))
@@ -308,9 +310,10 @@ def _in_words(described: tuple[Any, ...]) -> str:
     if len(described) == 2:
         kind, value = described
         return str(value) if issubclass(kind, (float, complex)) else repr(value)
-    shape, stride, dtype, device, (is_conj, is_neg), kind, _ = described
+    shape, stride, (past_bytes, multiple_bytes), dtype, device, is_conj, is_neg, kind, _ = described
     lazily = [word for word, is_so in (("conjugated", is_conj), ("negated", is_neg)) if is_so]
     of_class = "" if kind is Tensor else f" in a `{kind.__qualname__}`"
     signs = f", lazily {' and '.join(lazily)}" if lazily else ""
+    address = f", aligned to {multiple_bytes} bytes (+{past_bytes})" if multiple_bytes else ""
     dtype = str(dtype).removeprefix("torch.")
-    return f"{shape} {dtype} {device} with strides {stride}{signs}{of_class}"
+    return f"{shape} {dtype} {device} with strides {stride}{signs}{address}{of_class}"

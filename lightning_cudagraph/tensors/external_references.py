@@ -21,7 +21,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.tensors.layouts import Layouts
+from lightning_cudagraph.tensors.layouts import Layouts, extent
 from lightning_cudagraph.tensors.local import address_of, is_split, local
 from lightning_cudagraph.tensors.writes import storage_id
 
@@ -212,8 +212,7 @@ def overlap(parameters: list[nn.Parameter]) -> bool:
 
 
 def _extent_bytes(tensor: Tensor) -> int:
-    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (steps + 1) * tensor.itemsize
+    return extent(tensor.shape, tensor.stride()) * tensor.itemsize
 
 
 def in_memory_of(gradient: Tensor, other: Tensor) -> bool:

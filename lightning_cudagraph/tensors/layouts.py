@@ -10,6 +10,11 @@ from torch import Tensor
 
 from lightning_cudagraph.tensors.local import is_split, local
 
+# Bytes. Allocators of torch give memory that is aligned to this or more on CUDA.
+_ALIGNED_BYTES = 256
+# Bytes and elements that torch's sums read at once; for other addresses they sum in another order.
+_READ_BYTES, _READ_ELEMENTS = 16, 4
+
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 
 
@@ -55,11 +60,42 @@ def has_strides(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def _past_aligned_bytes(tensor: Tensor) -> int:
+    # On a CPU, where kernels do not depend on it, storages of NumPy begin at any address.
+    address = tensor.data_ptr() if tensor.is_cuda else tensor.storage_offset() * tensor.itemsize
+    return int(address) % _ALIGNED_BYTES
+
+
+def alignment_bytes(tensor: Tensor) -> tuple[int, int]:
+    """Describe the address of a tensor as far as kernels are chosen by it.
+
+    Returns:
+        The bytes past what sums read at once (0: aligned), and the power of two that the address is a
+        multiple of, by which cuBLAS chooses (0: of 256).
+    """
+    past = _past_aligned_bytes(tensor)
+    return past % max(_READ_BYTES, _READ_ELEMENTS * tensor.itemsize), past & -past
+
+
 def empty_like(tensor: Tensor) -> Tensor:
-    """Memory with the layout of a tensor, so that the same kernels are chosen for it."""
+    """Memory with the layout and alignment of a tensor, so that the same kernels are chosen for it."""
     once = without_repeats(tensor)
-    memory = torch.empty_strided(once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device)
+    memory = empty_strided(once.shape, once.stride(), once)
     return with_lazy_signs(memory.expand(tensor.shape), tensor)
+
+
+def empty_strided(shape: Sequence[int], stride: Sequence[int], like: Tensor) -> Tensor:
+    """Memory for these strides, with the alignment, dtype and device of a tensor."""
+    past = _past_aligned_bytes(like) // like.itemsize
+    if past == 0 or 0 in shape:
+        return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
+    memory = torch.empty(past + extent(shape, stride), dtype=like.dtype, device=like.device)
+    return memory.as_strided(shape, stride, past)
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """The elements from the first one of a tensor to its last one."""
+    return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def without_repeats(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, map_leaves, structure_of
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, held, hold, is_host_value
-from lightning_cudagraph.tensors.layouts import empty_like, without_repeats
+from lightning_cudagraph.tensors.layouts import alignment_bytes, empty_like, without_repeats
 from lightning_cudagraph.tensors.writes import storage_id
 
 _MAX_NAMED = 3
@@ -36,6 +36,7 @@ class _Pattern:
 
     def __init__(self, batch: Any, reads: HostReads | None) -> None:
         self._known = True
+        self._device_type = ""
         self._seen: set[int] = set()
         self._reads = reads
         self._paths = iter([path for path, _ in flatten_batch(batch)])
@@ -49,7 +50,9 @@ class _Pattern:
             # One tensor in two places has one buffer: another signature than two tensors.
             self._known &= id(value) not in self._seen and not vars(value)
             self._seen.add(id(value))
-            return (Tensor, value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg())
+            layout = (value.shape, value.stride(), alignment_bytes(value))
+            self._device_type = value.device.type
+            return (Tensor, layout, value.dtype, value.is_conj(), value.is_neg())
         if kind is list or kind is tuple:
             return (kind, [self._described(member) for member in value])
         if kind is dict:
@@ -66,20 +69,31 @@ class _Pattern:
         """Tensors, all on this type of device, and host values of a batch; None if it is another."""
         found: list[Tensor] = []
         values: list[Any] = []
-        if not (self._known and _matches(self._root, batch, device_type, found, values)):
+        alignment = alignment_bytes if device_type == self._device_type else _of_new_memory
+        if not (self._known and _matches(self._root, batch, device_type, alignment, found, values)):
             return None
         # One tensor in two places is another signature.
         return (found, values) if len(set(map(id, found))) == len(found) else None
 
 
+def _of_new_memory(tensor: Tensor) -> tuple[int, int]:
+    """The alignment of the copy of a tensor that is moved to the device."""
+    return 0, 0
+
+
 def _matches(
-    pattern: tuple[Any, ...], value: Any, device_type: str, found: list[Tensor], values: list[Any]
+    pattern: tuple[Any, ...],
+    value: Any,
+    device_type: str,
+    alignment: Callable[[Tensor], tuple[int, int]],
+    found: list[Tensor],
+    values: list[Any],
 ) -> bool:
     kind = pattern[0]
     if type(value) is not kind:
         return False
     if kind is Tensor:
-        _, shape, stride, dtype, is_conj, is_neg = pattern
+        _, (shape, stride, aligned), dtype, is_conj, is_neg = pattern
         found.append(value)
         return (
             value.layout is torch.strided
@@ -90,6 +104,7 @@ def _matches(
             and value.is_neg() == is_neg
             and not value.requires_grad
             and value.device.type == device_type
+            and alignment(value) == aligned
             and not value.__dict__  # quicker than `vars`
         )
     if kind is list or kind is tuple:
@@ -110,7 +125,7 @@ def _matches(
     if len(members) != len(inner):
         return False
     for child, member in zip(inner, members, strict=True):  # quicker than `all`
-        if not _matches(child, member, device_type, found, values):
+        if not _matches(child, member, device_type, alignment, found, values):
             return False
     return True
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.streams.dataflow import Span
+from lightning_cudagraph.tensors.layouts import extent
 from lightning_cudagraph.tensors.writes import written_by
 
 # Ops that write what they declare and nothing else, as seen in at least one overload
@@ -160,5 +161,4 @@ def _span(tensor: Tensor) -> Span:
     if not tensor.numel():
         return 0, 0
     start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.itemsize
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(start), int(start + (reach + 1) * tensor.itemsize)
+    return int(start), int(start + extent(tensor.shape, tensor.stride()) * tensor.itemsize)
