@@ -125,6 +125,24 @@ class Shares(Net):
             self.head.bias.grad = of[: self.head.bias.numel()]
 
 
+class LaysOut(Net):
+    """Gives gradients other strides in every second step, by which their norm has other last bits."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            if (gradient := parameter.grad) is not None and batch_idx % 2 == 0:
+                parameter.grad = self.laid_out(gradient)
+
+    def laid_out(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.flatten().contiguous() if gradient.ndim < 2 else gradient.mT.contiguous().mT
+
+
+class Shifts(LaysOut):
+    def laid_out(self, gradient: torch.Tensor) -> torch.Tensor:
+        flat = torch.empty(gradient.numel() + 3, device=gradient.device)
+        return flat[3:].view_as(gradient).copy_(gradient)
+
+
 class MainGradients(Net):
     """Running means, which are the gradients too."""
 
@@ -203,6 +221,8 @@ RUNS: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any]]] = {
     "replaced again": (ReplacesAgain, {"max_epochs": 4}, {}),
     "swapped": (Swaps, ACCUMULATED, {}),
     "a part of another": (Shares, ACCUMULATED, {}),
+    "laid out anew": (LaysOut, {**ACCUMULATED, "gradient_clip_val": 0.01}, {}),
+    "at odd addresses": (Shifts, {**ACCUMULATED, "gradient_clip_val": 0.01}, {}),
     "kept, and the gradient too": (MainGradients, ACCUMULATED, {}),
     "other memory in each step": (HalvesInTheStep, {}, {}),
     "other memory in each step, accumulated": (
@@ -217,6 +237,11 @@ RUNS: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any]]] = {
 _EAGER = ("a part of another", "other memory in each step, accumulated")
 
 
+# Of torch, about gradients with other strides than their parameters.
+_LAYOUT_CONTRACT = "ignore:grad and param do not obey:UserWarning"
+
+
+@pytest.mark.filterwarnings(_LAYOUT_CONTRACT)
 @pytest.mark.spread
 @pytest.mark.parametrize("name", RUNS)
 def test_training(tmp_path: Path, accelerator: str, name: str) -> None:
@@ -231,10 +256,12 @@ def test_training(tmp_path: Path, accelerator: str, name: str) -> None:
     assert graph.counts.replayed > 4 or name in _EAGER
 
 
+@pytest.mark.filterwarnings(_LAYOUT_CONTRACT)
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (Shares, "gradients that share memory; give each its own"),
+        (Shares, "gradients that share memory, or have other strides"),
+        (LaysOut, "or have other strides or alignments than in the capture"),
         (HalvesInTheStep, r"a gradient that it adds to other memory"),
     ],
 )

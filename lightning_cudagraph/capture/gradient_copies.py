@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.compat.features import HELD_GRADIENTS
 from lightning_cudagraph.compat.tables import available
+from lightning_cudagraph.tensors.batch import copied_leaf
 from lightning_cudagraph.tensors.external_references import (
     ExternalReferences,
     Gradients,
@@ -181,7 +182,7 @@ class GradientCopies:
             self.handed = self.handed or HandedOut([*dropped, *added, *self.in_place])
             for parameter in added:
                 if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()
+                    parameter.grad = copied_leaf(parameter.grad)
 
     def put_back(self) -> None:
         """Restore the gradients from before the step, which runs without a graph."""

@@ -284,6 +284,11 @@ class CapturedStep(Generic[T]):
         )
         return moved, bool(missing) or any(id(p) in self._in_place for p in moved)
 
+    def has_other_layouts(self) -> bool:
+        """True if gradients that the step adds to have other strides or alignments than in the graph."""
+        now = [g if p.grad is None else p.grad for p, g in self._accumulated]
+        return self._added_layouts.changed_but_for_addresses(now)
+
     @property
     def adds(self) -> list[nn.Parameter]:
         """The parameters with gradients that the step only adds to."""

@@ -64,26 +64,33 @@ class Invalidation(Generic[T]):
         moved, is_in_place = captured.replaced()
         if not moved or is_in_place or self._copies.are_copies(moved):
             return is_in_place
-        if self._copies.has_overlaps(captured.adds):
+        if self._copies.has_overlaps(captured.adds) or captured.has_other_layouts():
             return True
         if self._copies.are_replaced:
             return False
         others = self._copies.of_user_code(moved)
         return bool(others) and not (self._copies.are_given and self._copies.are_made(others))
 
-    def follow_gradients(self, captured: CapturedStep[T]) -> None:
-        """Capture again in place, where the gradients are; copy them if they were replaced before."""
+    def follow_gradients(self, captured: CapturedStep[T]) -> bool:
+        """Capture again in place, where the gradients are; copy them if they were replaced before.
+
+        Returns:
+            False if no graph can follow: gradients that are copied overlap, or have other layouts.
+        """
         moved, is_in_place = captured.replaced()
+        if self._copies.are_replaced or (not is_in_place and captured.has_other_layouts()):
+            return False
         others = self._copies.of_user_code(moved)
         if others and not is_in_place and self._copies.are_made(others):
             self._copy_out_from_now_on()
-            return
+            return True
         self._copies.are_replaced = is_in_place
         self._copies.note(others)
         self._copies.are_given = self._copies.are_given or is_in_place
         change = Change("user code gives a parameter a gradient of its own")
         change.remedy = "Write into the gradient that is there: `p.grad.copy_(...)`."
         self.drop(change)
+        return True
 
     @property
     def suspicion(self) -> str:

@@ -19,7 +19,8 @@ T = TypeVar("T")
 _MAX_MISMATCHES = 8
 
 _OVERLAPS = (
-    "user code gives parameters gradients that share memory; give each its own: `p.grad = g.clone()`"
+    "user code gives parameters gradients that share memory, or have other strides or alignments than in"
+    " the capture; give each its own: `p.grad = torch.empty_like(p).copy_(g)`"
 )
 
 # The intent, the reason if the step is eager, the signature, and the captured step if there is one.
@@ -98,9 +99,8 @@ class Plans(Generic[T]):
         if captured is None and self._copies.has_overlaps(step.parameters()[1]):
             return Intent.EAGER, _OVERLAPS, None, None
         if captured is not None and self._invalidation.has_replaced_gradients(captured):
-            if self._copies.are_replaced:
+            if not self._invalidation.follow_gradients(captured):
                 return Intent.EAGER, _OVERLAPS, None, None
-            self._invalidation.follow_gradients(captured)
             captured = None
         if self._copies.are_given:  # not before: it refers to the gradients, too
             self._copies.begin(step.parameters)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_cudagraph.errors import BatchError, CaptureError, see
 from lightning_cudagraph.tensors.layouts import empty_strided, extent, has_strides, with_lazy_signs
+from lightning_cudagraph.tensors.local import is_split
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _Leaves = list[tuple[str, Any]]
@@ -138,7 +139,7 @@ def copied_leaf(leaf: Any) -> Any:
     """Copy a tensor with its strides and alignment, so that kernels sum over it in the same order."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if not has_strides(leaf) or leaf.numel() == 0:
+    if not has_strides(leaf) or leaf.numel() == 0 or is_split(type(leaf)):
         return leaf.clone()
     return with_lazy_signs(_copied_memory(with_lazy_signs(leaf, leaf)), leaf)
 

@@ -124,6 +124,7 @@ class Layouts:
         tensors = self._with_parts(tensors)
         self._addresses = [*map(_data_ptr, tensors)]
         self._layouts = [*map(_layout, tensors)]
+        self._alignments_bytes = [*map(alignment_bytes, tensors)]
         self._check = _guard_of(tensors) if _has_guards else None
 
     def _with_parts(self, tensors: Sequence[Any]) -> Sequence[Any]:
@@ -131,9 +132,17 @@ class Layouts:
 
     def changed(self, tensors: Sequence[Tensor | None]) -> bool:
         now = self._with_parts(tensors)
+        return self._are_others(now) or [*map(_data_ptr, now)] != self._addresses
+
+    def changed_but_for_addresses(self, tensors: Sequence[Tensor]) -> bool:
+        """True if tensors have other layouts or alignments, wherever they are."""
+        now = self._with_parts(tensors)
+        return self._are_others(now) or [*map(alignment_bytes, now)] != self._alignments_bytes
+
+    def _are_others(self, now: Sequence[Any]) -> bool:
         if self._check is None or not self._check(*now):
             if [*map(_layout, now)] != self._layouts:
                 return True
             # Dynamo's guard also compares the dispatch state of the thread, which changes no tensor.
             self._check = _guard_of(now) if _has_guards else None
-        return [*map(_data_ptr, now)] != self._addresses
+        return False
