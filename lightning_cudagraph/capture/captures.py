@@ -280,7 +280,11 @@ class Captures(Generic[T]):
                 in_optimizer=True,
             )
         maker = self._graphs.maker(step)
-        if isinstance(maker, CapturedStep) and not self._copies.is_in_place(step.parameters()[1]):
+        if (
+            isinstance(maker, CapturedStep)
+            and maker.are_gradients_alike
+            and not self._copies.is_in_place(step.parameters()[1])
+        ):
             maker.put_back_gradients()
             self._copies.in_place = []
         else:

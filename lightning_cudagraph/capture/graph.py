@@ -24,7 +24,7 @@ from lightning_cudagraph.tensors.external_references import (
     gradients_of,
     in_memory_of,
 )
-from lightning_cudagraph.tensors.layouts import Layouts
+from lightning_cudagraph.tensors.layouts import Layouts, are_alike
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
@@ -302,6 +302,12 @@ class CapturedStep(Generic[T]):
     def _are_in_place(self) -> bool:
         """True if all gradients that the step adds to are at the addresses in the graph."""
         return not self._added_layouts.changed([p.grad for p, _ in self._accumulated])
+
+    @property
+    def are_gradients_alike(self) -> bool:
+        """True if the gradients that the step makes can be put back: their layout is still the same."""
+        made = self._instances[0].gradients
+        return all(p.grad is None or are_alike(p.grad, gradient) for p, gradient in made)
 
     def put_back_gradients(self) -> None:
         """Move the gradients that the step makes back to the addresses in the graph."""

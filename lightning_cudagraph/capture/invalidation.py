@@ -62,9 +62,13 @@ class Invalidation(Generic[T]):
     def has_replaced_gradients(self, captured: CapturedStep[T]) -> bool:
         """True if user code has given parameters gradients of its own, which the graph does not have."""
         moved, is_in_place = captured.replaced()
-        if not moved or is_in_place or self._copies.are_copies(moved):
+        if not moved or is_in_place:
             return is_in_place
-        if self._copies.has_overlaps(captured.adds) or captured.has_other_layouts():
+        if captured.has_other_layouts():
+            return True
+        if self._copies.are_copies(moved):
+            return False
+        if self._copies.has_overlaps(captured.adds):
             return True
         if self._copies.are_replaced:
             return False

@@ -21,7 +21,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.tensors.layouts import Layouts, extent
+from lightning_cudagraph.tensors.layouts import Layouts, are_alike, extent
 from lightning_cudagraph.tensors.local import address_of, is_split, local
 from lightning_cudagraph.tensors.writes import storage_id
 
@@ -218,10 +218,7 @@ def _extent_bytes(tensor: Tensor) -> int:
 def in_memory_of(gradient: Tensor, other: Tensor) -> bool:
     """True if two gradients have the same address and layout."""
     return gradient is other or (
-        address_of(gradient) == address_of(other)
-        and gradient.shape == other.shape
-        and gradient.stride() == other.stride()
-        and gradient.dtype == other.dtype
+        address_of(gradient) == address_of(other) and are_alike(gradient, other)
     )
 
 

@@ -50,6 +50,16 @@ def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
     return type(tensor), tensor.shape, strides, tensor.dtype, tensor.requires_grad
 
 
+def are_alike(tensor: Tensor, other: Tensor) -> bool:
+    """True if two tensors have one shape, dtype and alignment, and the same strides."""
+    return (
+        tensor.shape == other.shape
+        and tensor.dtype == other.dtype
+        and tensor.stride() == other.stride()
+        and alignment_bytes(tensor) == alignment_bytes(other)
+    )
+
+
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """The address and layout of a tensor, as far as graphs bake them in, as one comparable value."""
     return _layout(tensor), tensor.data_ptr(), local(tensor).data_ptr()
