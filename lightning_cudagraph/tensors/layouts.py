@@ -84,6 +84,8 @@ def alignment_bytes(tensor: Tensor) -> tuple[int, int]:
         multiple of, by which cuBLAS chooses (0: of 256).
     """
     past = _past_aligned_bytes(tensor)
+    if past == 0:
+        return 0, 0
     return past % max(_READ_BYTES, _READ_ELEMENTS * tensor.itemsize), past & -past
 
 

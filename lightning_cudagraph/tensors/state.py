@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.tensors.batch import copied_leaf
+from lightning_cudagraph.tensors.layouts import has_strides
 from lightning_cudagraph.tensors.writes import storage_id
 
 
@@ -57,7 +59,9 @@ def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a `{type(value).__qualname__}`"
     shape = "x".join(map(str, value.shape)) or "one number"
-    layout = "" if value.layout is torch.strided else f", {value.layout}"
+    layout = f", {value.layout}"
+    if has_strides(value):
+        layout = "" if value.is_contiguous() else f", strides {value.stride()}"
     gradient = ", with a gradient" if value.requires_grad else ""
     return f"{shape} ({value.dtype}{layout} on {value.device}{gradient})"
 
@@ -85,7 +89,7 @@ class StaticState:
         # A reset in validation's `inference_mode` makes inference tensors, which cannot be written.
         if value.is_inference() or storage_id(value) in taken or value.requires_grad:
             with torch.inference_mode(False), torch.no_grad():
-                value = namespace[name] = torch.empty_like(value, requires_grad=False).copy_(value)
+                value = namespace[name] = copied_leaf(value.detach())
         self._bindings[id(namespace), name] = _Binding(namespace, name, label, value)
         self._arrange()
 
