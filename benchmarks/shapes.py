@@ -1,9 +1,10 @@
-"""Batches of many lengths: step time and memory, padded to the longest of each batch and to buckets.
+"""Batches of many lengths: step time and memory, padded to the longest text or to a few lengths.
 
-The GPT of `examples/char_gpt.py` on batches of 17 to 256 characters, each length equally often. Plain
-Lightning and the callback take turns, block by block in one process (`benchmarks/fits.py`), and must
-end with the same weights. The memory is that of fits that follow, beside one on the longest batches
-alone, which has one graph.
+The GPT of `examples/char_gpt.py` on batches of 17 to 256 characters, and, if `transformers` is
+installed, its BERT and GPT-2 with random weights and an `attention_mask`, on 17 to 128 tokens; each
+length equally often. In each row, plain Lightning and the callback take turns, block by block in one
+process (`benchmarks/fits.py`), and must end with the same weights. The memory is that of fits that
+follow, beside one on the longest batches alone, which has one graph.
 
     python -m benchmarks.shapes
 
@@ -12,157 +13,141 @@ Without a GPU a small run on the emulator checks that it works: the figures mean
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import logging
 import random
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from benchmarks.fits import (
-    ON_GPU,
-    BlockedBatches,
-    Blocks,
-    Measured,
-    environment,
-    pinned,
-    silent_fits_in_turn,
-)
+from benchmarks import pairs
+from benchmarks.fits import ON_GPU, pinned
 from benchmarks.models import MODELS
-from benchmarks.trainers import trainer_for
+from benchmarks.pairs import Row
 from examples.char_gpt import VOCABULARY
-from lightning_cudagraph import Buckets, CUDAGraphCallback
+from lightning_cudagraph import Buckets
 
-__all__ = ["ROWS", "Fit", "measure", "measure_memory", "table"]
+__all__ = ["IN_BUCKETS", "LONGEST", "ROWS", "main", "measure_memory"]
 
 _GPT = next(model for model in MODELS if model.name == "GPT")
 _LENGTHS = range(17, 257) if ON_GPU else range(3, 17)
+_TOKENS = range(17, 129) if ON_GPU else range(3, 17)
 _ROWS_OF_BATCH = 8 if ON_GPU else 2
 _IGNORED = -100
-
-BUCKETS = Buckets.from_sample(_LENGTHS, 8 if ON_GPU else 2, values={0: 0, 1: _IGNORED})
-LONGEST, IN_BUCKETS = "the longest of the batch", f"{len(BUCKETS.lengths)} buckets"
-ROWS: dict[str, Buckets | None] = {LONGEST: None, IN_BUCKETS: BUCKETS}
 # The most that a row may take, as a share of plain Lightning's time.
 _REGRET = 1.03
 
-
-@dataclass
-class Fit(Measured):
-    """The times of one fit, and what it left.
-
-    Attributes:
-        weights: the final weights, on the host.
-        replayed_share: the share of replays among all its steps; 0 without graphs.
-    """
-
-    weights: list[Tensor] = field(default_factory=list)
-    replayed_share: float = 0.0
+BUCKETS = Buckets.from_sample(_LENGTHS, 8 if ON_GPU else 2, values={0: 0, 1: _IGNORED})
 
 
-def _batches() -> Callable[[], Any]:
+def _batches(batch_of: Callable[[int], Any], lengths: Sequence[int]) -> Callable[[], Any]:
     """A function that makes the next batch, of another length each time."""
-    lengths = [*_LENGTHS]
-    random.Random(0).shuffle(lengths)
-    return map(batch_of, itertools.cycle(lengths)).__next__
+    shuffled = [*lengths]
+    random.Random(0).shuffle(shuffled)
+    return map(batch_of, itertools.cycle(shuffled)).__next__
+
+
+def _length_of_row(row: int, length: int) -> int:
+    """The length of one text of a batch: the first is the longest, the others up to a tenth shorter."""
+    return length - random.Random(row).randrange(1 + length // 10) if row else length
 
 
 def batch_of(length: int) -> Any:
-    """A batch whose longest text has this length; the others are up to a tenth shorter."""
+    """A batch of characters for the GPT."""
     tokens = torch.randint(len(VOCABULARY), (2, _ROWS_OF_BATCH, length))
-    for row in range(1, _ROWS_OF_BATCH):
-        shorter = length - random.Random(row).randrange(1 + length // 10)
-        tokens[0, row, shorter:] = 0
-        tokens[1, row, shorter:] = _IGNORED
+    for row in range(_ROWS_OF_BATCH):
+        tokens[0, row, _length_of_row(row, length) :] = 0
+        tokens[1, row, _length_of_row(row, length) :] = _IGNORED
     return pinned((tokens[0].contiguous(), tokens[1].contiguous()))
 
 
-def train(buckets: Buckets | None, has_graphs: bool, batches: Iterable[Any]) -> tuple[Any, float]:
-    """Train on the batches, to their end.
-
-    Returns:
-        The module, and the share of replayed steps.
-    """
-    # Switched off, it pads and does nothing else.
-    ours = CUDAGraphCallback(timings=None, pad_to=buckets, backend="auto" if has_graphs else "off")
-    module = _GPT.make(not ON_GPU)
-    with trainer_for(_GPT, [ours]) as trainer:
-        trainer.fit(module, batches)
-    return module, ours.summary.fit.replayed_share
+_WORDS = 1000
 
 
-def measure(blocks: Blocks) -> dict[str, tuple[Fit, Fit]]:
-    """Run all fits in turn.
+def _texts(length: int, is_gpt: bool, multiple: int) -> Any:
+    """A batch of tokens for Hugging Face, padded to a multiple."""
+    to = -(-length // multiple) * multiple
+    shape = _ROWS_OF_BATCH, to
+    mask = torch.zeros(shape, dtype=torch.long)
+    for row in range(_ROWS_OF_BATCH):
+        mask[row, : _length_of_row(row, length)] = 1
+    tokens = torch.randint(1, _WORDS, shape) * mask
+    labels = torch.where(mask == 1, tokens, _IGNORED) if is_gpt else torch.randint(2, shape[:1])
+    return pinned({"input_ids": tokens, "attention_mask": mask, "labels": labels})
 
-    Returns:
-        For each row the fit of plain Lightning and that with the callback.
-    """
-    left: dict[tuple[str, bool], tuple[list[Tensor], float]] = {}
 
-    def fit(row: str, has_graphs: bool, batches: BlockedBatches) -> None:
-        module, share = train(ROWS[row], has_graphs, batches)
-        left[row, has_graphs] = [p.detach().cpu() for p in module.parameters()], share
+class _Tuned(pl.LightningModule):
+    """BERT for classification or GPT-2, with random weights."""
 
-    keys = [(row, has_graphs) for row in ROWS for has_graphs in (False, True)]
-    fits: dict[str, Callable[[BlockedBatches], None]] = {f"{key}": partial(fit, *key) for key in keys}
-    measured = silent_fits_in_turn(fits, _batches(), blocks, ready_batches=len(_LENGTHS))
-    found = {
-        key: Fit(measured[f"{key}"].step_us, measured[f"{key}"].begin_s, None, *left[key])
-        for key in keys
-    }
-    return {row: (found[row, False], found[row, True]) for row in ROWS}
+    def __init__(self, is_gpt: bool) -> None:
+        super().__init__()
+        import transformers
+
+        width, layers = (256, 4) if ON_GPU else (16, 1)
+        sizes: dict[str, Any] = {"vocab_size": _WORDS, "max_position_embeddings": max(_TOKENS)}
+        sizes |= {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4}
+        if is_gpt:
+            self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False))
+        else:
+            config = transformers.BertConfig(**sizes, intermediate_size=4 * width)
+            self.model = transformers.BertForSequenceClassification(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+def _rows() -> dict[str, Row]:
+    gpt = Row(
+        lambda: _GPT.make(not ON_GPU),
+        partial(_batches, batch_of, _LENGTHS),
+        len(_LENGTHS),
+        arguments={"precision": _GPT.precision, "gradient_clip_val": _GPT.clip},
+    )
+    rows = {LONGEST: gpt, IN_BUCKETS: replace(gpt, buckets=BUCKETS)}
+    if find_spec("transformers") is None:
+        return rows
+    for name, is_gpt in (("BERT", False), ("GPT-2", True)):
+        for how, multiple in (("the longest", 1), ("a multiple of 8", 8), ("one length", max(_TOKENS))):
+            batches = partial(_batches, partial(_texts, is_gpt=is_gpt, multiple=multiple), _TOKENS)
+            rows[f"{name} of Hugging Face, {how}"] = Row(
+                partial(_Tuned, is_gpt), batches, len(_TOKENS), arguments={"precision": _GPT.precision}
+            )
+    return rows
+
+
+LONGEST, IN_BUCKETS = "GPT, the longest of the batch", f"GPT, {len(BUCKETS.lengths)} buckets"
+ROWS = _rows()
 
 
 def measure_memory() -> dict[str, tuple[int, int]]:
     """The peaks of allocated and reserved memory in bytes, with one graph and with one a bucket."""
-    lengths = BUCKETS.lengths
+    row = ROWS[IN_BUCKETS]
     found = {}
-    for name, of_fit in (("the longest alone", lengths[-1:]), (IN_BUCKETS, lengths)):
+    for name, lengths in (("the longest alone", BUCKETS.lengths[-1:]), (IN_BUCKETS, BUCKETS.lengths)):
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        batches = [batch_of(length) for _ in range(8) for length in of_fit]
-        train(BUCKETS, True, batches)
+        batches = [batch_of(length) for _ in range(8) for length in lengths]
+        pairs.train(row, True, batches)
         found[name] = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return found
 
 
-def table(measured: dict[str, tuple[Fit, Fit]]) -> list[str]:
-    """The table in Markdown: medians with quartiles, and the median of the ratios in each round."""
-    lines = [
-        "| padded to | plain, µs | callback, µs | callback ÷ plain | replayed | weights |",
-        f"|{'---|' * 6}",
-    ]
-    for row, (plain, graph) in measured.items():
-        ratio, low, high = graph.ratio_to(plain)
-        missed = "" if ratio <= _REGRET else f", goal {_REGRET}"
-        is_equal = all(map(torch.equal, plain.weights, graph.weights))
-        cells = [row, *(f"{fit.median_us:.0f}" for fit in (plain, graph))]
-        cells += [f"{ratio:.3f} ({low:.3f} to {high:.3f}{missed})", f"{graph.replayed_share:.0%}"]
-        lines.append(f"| {' | '.join(cells)} | {'equal' if is_equal else 'DIFFERENT'} |")
-    return lines
-
-
 def main(given: Sequence[str] | None = None) -> None:
     """Measure, and print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.shapes", description=__doc__)
-    parser.add_argument("--steps", type=int, default=60 if ON_GPU else 5, help="steps of a block")
-    parser.add_argument("--rounds", type=int, default=5 if ON_GPU else 2, help="blocks of a fit")
-    args = parser.parse_args(given)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    print(", ".join(f"{key} {value}" for key, value in environment().items()))
-    print(f"buckets {BUCKETS.lengths}; µs per step, {args.rounds} blocks of {args.steps} steps\n")
-    # Within these steps each bucket has earned its graph.
-    blocks = Blocks(160 if ON_GPU else 30, lead_steps=5, steps=args.steps, rounds=args.rounds)
-    print("\n".join(table(measure(blocks))), flush=True)
+    # Within 160 steps each bucket has earned its graph.
+    pairs.main("shapes", __doc__, ROWS, _REGRET, 160 if ON_GPU else 30, given)
     if ON_GPU:
         print("\n| graphs | peak allocated, MiB | reserved, MiB |\n|---|---|---|")
         for name, peaks in measure_memory().items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import first_replay, guards, optimizers, shapes, surroundings
+from benchmarks import first_replay, guards, manual, optimizers, pairs, shapes, surroundings
 from benchmarks.fits import BlockedBatches, Blocks, fits_in_turn
 from benchmarks.host_floor import CALLBACKS, HANDING_OVER, line, rows
 from benchmarks.kineto import CAPTURE, MARK, Trace
@@ -360,11 +360,13 @@ def test_the_forms_of_an_optimizer() -> None:
 
 # The example validates, which takes no part in this.
 @pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no")
-def test_batches_of_many_lengths() -> None:
+@pytest.mark.parametrize(("rows", "least"), [(shapes.ROWS, 0.4), (manual.ROWS, 0.5)])
+def test_plain_lightning_and_the_callback_in_turn(rows: dict[str, pairs.Row], least: float) -> None:
     blocks = Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2)
-    measured = shapes.measure(blocks)
-    assert [plain.replayed_share for plain, _ in measured.values()] == [0, 0]
-    assert measured[shapes.IN_BUCKETS][1].replayed_share > 0.4
-    found = [line.split(" | ") for line in shapes.table(measured)[2:]]
-    assert [cells[0] for cells in found] == [f"| {row}" for row in shapes.ROWS]
-    assert [cells[-1] for cells in found] == ["equal |", "equal |"]
+    some = {name: row for name, row in rows.items() if name != shapes.LONGEST}
+    measured = {name: pairs.measure(row, blocks) for name, row in some.items()}
+    assert {plain.replayed_share for plain, _ in measured.values()} == {0}
+    assert all(graph.replayed_share > least for _, graph in measured.values())
+    found = [line.split(" | ") for line in pairs.table(measured, goal=1.0)[2:]]
+    assert [cells[0] for cells in found] == [f"| {row}" for row in some]
+    assert {cells[-1] for cells in found} == {"equal |"}
