@@ -19,7 +19,9 @@ from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, environmen
 from benchmarks.trainers import quiet_trainer
 from lightning_cudagraph import Buckets, CUDAGraphCallback
 
-__all__ = ["Fit", "Row", "main", "measure", "table", "train"]
+__all__ = ["HEAD", "Fit", "Row", "line", "main", "measure", "train"]
+
+HEAD = ("| model | plain, µs | callback, µs | callback ÷ plain | replayed | state |", f"|{'---|' * 6}")
 
 
 @dataclass(frozen=True)
@@ -87,25 +89,21 @@ def measure(row: Row, blocks: Blocks) -> tuple[Fit, Fit]:
     return plain, graph
 
 
-def table(measured: dict[str, tuple[Fit, Fit]], goal: float) -> list[str]:
-    """The table in Markdown: medians with quartiles, and the median of the ratios in each round.
+def line(name: str, plain: Fit, graph: Fit, goal: float) -> str:
+    """A line of the table: medians, the median of the ratios in each round with quartiles, equality.
 
     Args:
-        measured: plain Lightning and the callback, by row.
+        name: of the row.
+        plain: plain Lightning.
+        graph: the callback.
         goal: the most that the callback may take, as a share of plain Lightning's time.
     """
-    lines = [
-        "| model | plain, µs | callback, µs | callback ÷ plain | replayed | state |",
-        f"|{'---|' * 6}",
-    ]
-    for row, (plain, graph) in measured.items():
-        ratio, low, high = graph.ratio_to(plain)
-        missed = "" if ratio <= goal else f", goal {goal}"
-        is_equal = len(plain.left) == len(graph.left) and all(map(torch.equal, plain.left, graph.left))
-        cells = [row, *(f"{fit.median_us:.0f}" for fit in (plain, graph))]
-        cells += [f"{ratio:.3f} ({low:.3f} to {high:.3f}{missed})", f"{graph.replayed_share:.0%}"]
-        lines.append(f"| {' | '.join(cells)} | {'equal' if is_equal else 'DIFFERENT'} |")
-    return lines
+    ratio, low, high = graph.ratio_to(plain)
+    missed = "" if ratio <= goal else f", goal {goal}"
+    is_equal = len(plain.left) == len(graph.left) and all(map(torch.equal, plain.left, graph.left))
+    cells = [name, *(f"{fit.median_us:.0f}" for fit in (plain, graph))]
+    cells += [f"{ratio:.3f} ({low:.3f} to {high:.3f}{missed})", f"{graph.replayed_share:.0%}"]
+    return f"| {' | '.join(cells)} | {'equal' if is_equal else 'DIFFERENT'} |"
 
 
 def main(
@@ -122,7 +120,7 @@ def main(
         name: of the benchmark's module.
         description: for `--help`.
         rows: by name.
-        goal: see `table`.
+        goal: see `line`.
         warm_steps: steps before the first timed block, in which all graphs are captured.
         given: the command line; None for that of the process.
     """
@@ -136,5 +134,7 @@ def main(
     print(", ".join(f"{key} {value}" for key, value in environment().items()))
     print(f"µs per step, {args.rounds} blocks of {args.steps} steps\n")
     blocks = Blocks(warm_steps, lead_steps=5, steps=args.steps, rounds=args.rounds)
-    measured = {key: measure(row, blocks) for key, row in rows.items() if args.row in key}
-    print("\n".join(table(measured, goal)), flush=True)
+    print("\n".join(HEAD))
+    for key, row in rows.items():
+        if args.row in key:
+            print(line(key, *measure(row, blocks), goal), flush=True)
