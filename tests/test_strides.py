@@ -85,10 +85,10 @@ def test_sums(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     assert graph.counts.replayed >= 10
 
 
-def test_static_tensors_and_copies_have_the_layout_of_their_tensor() -> None:
-    layouts = _layouts(torch.randn(4, 12))
-    static = StaticBatch(layouts)
-    new = _layouts(torch.randn(4, 12))
+def test_static_tensors_and_copies_have_the_layout_of_their_tensor(accelerator: str) -> None:
+    device = "cuda" if accelerator == "gpu" else "cpu"
+    static = StaticBatch(_layouts(torch.randn(4, 12, device=device)))
+    new = _layouts(torch.randn(4, 12, device=device))
     static.copy_from(new)
     for copies in (static.batch, [*map(copied_leaf, new)]):
         for copy, tensor in zip(copies, new, strict=True):
@@ -98,17 +98,23 @@ def test_static_tensors_and_copies_have_the_layout_of_their_tensor() -> None:
             assert (copy.is_conj(), copy.is_neg()) == (tensor.is_conj(), tensor.is_neg())
 
 
-def test_an_address_that_sums_read_in_another_order_is_another_signature() -> None:
-    x = torch.randn(200)
+def test_an_address_that_sums_read_in_another_order_is_another_signature(accelerator: str) -> None:
+    kind = "cuda" if accelerator == "gpu" else "cpu"
+    device, is_cuda = torch.device(kind), kind == "cuda"
+    x = torch.randn(200, device=device)
     one, alike, other, far = (x[first:][:96] for first in (1, 5, 3, 64))
-    assert StaticBatch([one]).leaves_of([alike], "cpu") is not None
-    assert Signature([one], CPU) == Signature([alike], CPU)
+    assert StaticBatch([one]).leaves_of([alike], kind) is not None
+    assert Signature([one], device) == Signature([alike], device)
     for another in (other, x[:96]):
-        assert StaticBatch([one]).leaves_of([another], "cpu") is None
-        assert StaticBatch([another]).leaves_of([one], "cpu") is None
-        assert Signature([one], CPU) != Signature([another], CPU)
-    assert Signature([x[:96]], CPU) == Signature([far], CPU)
-    assert "aligned to 4 bytes (+12)" in Signature([one], CPU).difference(Signature([other], CPU))
+        assert (StaticBatch([one]).leaves_of([another], kind) is None) == is_cuda
+        assert (StaticBatch([another]).leaves_of([one], kind) is None) == is_cuda
+        assert (Signature([one], device) != Signature([another], device)) == is_cuda
+    assert Signature([x[:96]], device) == Signature([far], device)
+    difference = Signature([one], device).difference(Signature([other], device))
+    assert ("aligned to 4 bytes (+12)" in difference) == is_cuda
+    # A copy of a batch in host memory is aligned.
+    assert StaticBatch([x[:96]]).leaves_of([one.cpu()], "cpu") is not None
+    assert (StaticBatch([one]).leaves_of([x[:96].cpu()], "cpu") is None) == is_cuda
 
 
 def test_a_lazy_sign_is_another_signature() -> None:

@@ -71,9 +71,8 @@ def has_strides(tensor: Tensor) -> bool:
 
 
 def _past_aligned_bytes(tensor: Tensor) -> int:
-    # On a CPU, where kernels do not depend on it, storages of NumPy begin at any address.
-    address = tensor.data_ptr() if tensor.is_cuda else tensor.storage_offset() * tensor.itemsize
-    return int(address) % _ALIGNED_BYTES
+    # Kernels of a CPU do not depend on it. A batch that comes to a GPU from there is aligned.
+    return tensor.data_ptr() % _ALIGNED_BYTES if tensor.is_cuda else 0
 
 
 def alignment_bytes(tensor: Tensor) -> tuple[int, int]:
