@@ -286,7 +286,7 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     remedy = f"{_HOST_HOOK}. To keep what the step computes, {_keep(where)} in `on_train_batch_end`."
     recipe = "counters"
     if isinstance(change.holder, dict) and isinstance(change.now, Tensor):
-        owner = "self." if change.of.startswith("the ") else ""
+        owner = "self." if change.of.startswith("the `") else ""
         remedy = (
             "If the step alone reads it, empty it before the step returns:"
             f" `{owner}{change.name}.clear()`. To keep what the step computes, "
