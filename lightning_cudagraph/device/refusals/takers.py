@@ -14,7 +14,7 @@ from lightning_cudagraph.errors import Location, see
 
 # Marks beside the names of functions.
 START, STOP, LOOP, BRANCH = "[start:]", "[:stop]", "for", "if"
-# What a branch does.
+# The kinds of branches.
 SKIPS, ASKS_MASK, CHOOSES = "returns None", "asks a mask", "chooses"
 
 _READ = ("int", "item", "tolist", "unique", "unique_consecutive")
@@ -26,7 +26,7 @@ _PASS_ON = (
 _ASK_ALL = ("all", "any")
 _Parents = dict[ast.AST, ast.AST]
 
-# What to do where a tensor, or a number that changes, is taken by one of these.
+# By what takes a tensor, or a number that changes, where a graph needs a fixed number.
 _INSTEAD = {
     START: "Index with a tensor of places: `places = (pointer + torch.arange(n, device=pointer.device))"
     " % len(queue)`, and `queue[places] = ...`." + see("indices_and_lengths"),
@@ -46,7 +46,7 @@ _SIZE = (
 
 
 def instead_of(takers: Iterable[str]) -> str:
-    """What to do where these take a tensor for a whole number; empty if none of them does."""
+    """The remedy where these take a tensor, or a number that changes; empty for others."""
     takers = [*takers]
     named = (remedy for taker, remedy in _INSTEAD.items() if taker in takers)
     return next(named, _SIZE if any(map(_takes_a_size, takers)) else "")
@@ -75,7 +75,7 @@ def decides(where: Location | None) -> bool:
 
 
 def branch(where: Location) -> str:
-    """What a branch in a line does: `SKIPS`, `ASKS_MASK`, `CHOOSES`; empty if there is none."""
+    """The kind of a branch in a line: `SKIPS`, `ASKS_MASK`, `CHOOSES`; empty if there is none."""
     parents = _parents_in(where)
     for node in parents:
         if isinstance(node, (ast.If, ast.IfExp)) and _is_on(node.test, where.line):
@@ -97,8 +97,17 @@ def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
         skips = leaves_out and isinstance(parents[node], ast.Return)
     inside = [*ast.walk(node.test)]
     if any(_name(each) in _ASK_ALL or isinstance(each, (ast.In, ast.NotIn)) for each in inside):
-        return ASKS_MASK if skips or leaves_out or asked & _names(outcomes) else CHOOSES
+        is_mask = not any(map(_compares_values, inside))  # which only has to be the same, or not
+        return ASKS_MASK if skips or leaves_out or (is_mask and asked & _names(outcomes)) else CHOOSES
     return SKIPS if skips else ASKS_MASK if leaves_out else CHOOSES
+
+
+def _compares_values(node: ast.AST) -> bool:
+    """True for a comparison by size, or with a variable."""
+    if not isinstance(node, ast.Compare) or isinstance(node.ops[0], (ast.In, ast.NotIn)):
+        return False
+    is_equality = isinstance(node.ops[0], (ast.Eq, ast.NotEq, ast.Is, ast.IsNot))
+    return not is_equality or not isinstance(node.comparators[0], ast.Constant)
 
 
 def _is_none(node: ast.AST | None) -> bool:

@@ -58,8 +58,9 @@ class OptimizerPart:
     def notes(self) -> list[str]:
         if not self.eager_reason:
             return []
+        are = "are to be" if self._untold else "are"
         return [
-            f"forward and backward are captured, and the optimizer steps eagerly: {self.eager_reason}"
+            f"forward and backward {are} captured, and the optimizer steps eagerly: {self.eager_reason}"
         ]
 
     def prepare(self, optimizer: Optimizer) -> None:
