@@ -527,6 +527,13 @@ class SetsTheRate(Reads):
             group["lr"] = group["lr"] * 0.99  # BAD
 
 
+class SetsTheDecay(Reads):
+    """Refused in the smaller part of the step, too."""
+
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.trainer.optimizers[0].param_groups[0]["weight_decay"] += 0.01  # BAD
+
+
 class CallsAScheduler(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         self.lr_schedulers().step()  # BAD
@@ -597,6 +604,7 @@ REMEDIES: dict[type[Net], str] = {
     LoopsOverClasses: "`torch.unique`.*`.tolist()`.*`for c in range(num_classes)`, with a mask",
     LoopsOverLengths: "Loop over the tensor itself, `for each in x`",
     SetsTheRate: "changes `param_groups[0]['lr']` of the.*Set it in `on_train_batch_start`, or let a",
+    SetsTheDecay: "changes `param_groups[0]['weight_decay']` of the.*Set it in `on_train_batch_start`",
     CallsAScheduler: "use of `LRScheduler.step`.*Call it in `on_train_batch_start`",
     MaskCompared: "Always pass the mask.*docs/recipes/attention_masks.md",
     MaskOfAnotherName: "Always pass the mask.*docs/recipes/attention_masks.md",
@@ -634,13 +642,14 @@ REMEDIES: dict[type[Net], str] = {
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("cls", REMEDIES, ids=lambda cls: cls.__name__)
 def test_names_the_line_and_a_remedy_that_fits_it(
-    tmp_path: Path, accelerator: str, cls: type[Net]
+    tmp_path: Path, accelerator: str, cls: type[Net], caplog: pytest.LogCaptureFixture
 ) -> None:
     pattern = ".*".join(map(re.escape, REMEDIES[cls].split(".*")))
     callback = CUDAGraphCallback(harmless=["factor"])  # not even then
     with pytest.raises(CaptureError, match=f"(?s){pattern}") as caught:
         train(make(cls), tmp_path, callback, accelerator=accelerator, val_loader=None)
     assert f"{__file__}:{_line_of(cls)} " in str(caught.value)
+    assert "captured from now on" not in caplog.text
     if cls in (SetsTheRate, CallsAScheduler, LoopsOverClasses, LeavesOutABatch):
         assert len(caught.value.findings) == 1
 

@@ -232,7 +232,7 @@ class OptimizerSteps:
             for index, group in enumerate(prepared.optimizer.param_groups)
         ]
         for (prepared, index, group), options in zip(groups, before, strict=False):
-            for name in (n for n, was in options.items() if not same(was, group.get(n), 0)):
+            for name in (n for n, was in options.items() if not same(was, group.get(n))):
                 of = f"the optimizer `{type(prepared.optimizer).__qualname__}`"
                 raise option_error(f"param_groups[{index}]['{name}']", of)
 

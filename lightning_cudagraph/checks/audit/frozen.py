@@ -35,7 +35,7 @@ from lightning_cudagraph.device.refusals.first_refusal import (
     refuse,
 )
 from lightning_cudagraph.device.refusals.host_reads import of_library
-from lightning_cudagraph.device.refusals.takers import decides
+from lightning_cudagraph.device.refusals.takers import BRANCH, takers
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of
@@ -258,7 +258,7 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             "Draw on the device (`torch.rand(..., device=x.device)`), in the dataloader, or in"
             " `on_train_batch_start` into a registered buffer." + allowed
         )
-        if decides(where):
+        if where is not None and BRANCH in takers(where, change.attribute):
             remedy = (
                 "Choose on the device: `x = torch.where(torch.rand((), device=x.device) < p, f(x), x)`."
                 " Or draw in `on_train_batch_start` into a registered buffer, and choose by that; or in"
@@ -283,18 +283,20 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             " allow it." + see("kept_tensors"),
             location=where,
         )
-    remedy = f"{_HOST_HOOK}. To keep what the step computes, {_keep(where)} in `on_train_batch_end`."
+    keep = f" To keep what the step computes, {_keep(where)} in `on_train_batch_end`."
+    remedy = f"{_HOST_HOOK}.{keep}"
     recipe = "counters"
     if isinstance(change.holder, dict) and isinstance(change.now, Tensor):
         owner = "self." if change.of.startswith("the `") else ""
         remedy = (
             "If the step alone reads it, empty it before the step returns:"
-            f" `{owner}{change.name}.clear()`. To keep what the step computes, "
-            + (
-                "let an attribute of the module keep the tensor itself, `self.kept = output.detach()`."
-                if owner
-                else f"{_keep(where)} in `on_train_batch_end`."
-            )
+            f" `{owner}{change.name}.clear()`."
+        )
+        remedy += (
+            " To keep it, let an attribute of the module be the tensor itself, `self.kept ="
+            " output.detach()`."
+            if owner
+            else keep
         )
         recipe = "forward_hooks"
     elif type(change.now) is int:
@@ -310,7 +312,7 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     error = CaptureError(
         f"The training step sets or changes {named}, which a replay would not do: it would keep what"
         " this one step left there.",
-        of_library(where, remedy + allowed + see(recipe), allowed),
+        of_library(where, remedy + allowed + see(recipe), keep + allowed),
         location=where,
     )
     error.is_effect = True

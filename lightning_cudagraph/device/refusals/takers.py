@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 
 import torch
@@ -52,26 +52,26 @@ def instead_of(takers: Iterable[str]) -> str:
     return next(named, _SIZE if any(map(_takes_a_size, takers)) else "")
 
 
-def takers(where: Location, attribute: str = "") -> frozenset[str]:
+def takers(where: Location, name: str = "") -> frozenset[str]:
     """Names of the functions that take a value which a line reads; also `START`, `STOP` and others.
 
     If the line binds it to a local variable, those that take the variable further down, too.
 
     Args:
-        attribute: of a number of this name, instead of what is read of a tensor.
+        name: of a number of this name, or what the function or generator of this name returns, instead
+            of what is read of a tensor.
     """
-    if not attribute:
-        return _takers(where, _reads)
-
-    def is_it(node: ast.AST, parents: _Parents) -> bool:
-        return attribute in (getattr(node, "attr", ""), getattr(node, "id", ""))
-
-    return _takers(where, is_it, of_number=True)
-
-
-def decides(where: Location | None) -> bool:
-    """True if a branch takes what a call in a line returns."""
-    return where is not None and BRANCH in _takers(where, lambda node, _: isinstance(node, ast.Call))
+    parents = _parents_in(where)
+    found: set[str] = set()
+    for node in parents:
+        named = (getattr(node, "attr", ""), getattr(node, "id", ""))
+        if _is_on(node, where.line) and (name in named if name else _reads(node, parents)):
+            taker, bound = _taker(node, parents, bool(name))
+            found.add(taker)
+            if bound:
+                loads = (n for n in _function_around(node, parents) if _is_load(n, bound, where.line))
+                found |= {_taker(load, parents, bool(name))[0] for load in loads}
+    return frozenset(found - {""})
 
 
 def branch(where: Location) -> str:
@@ -118,21 +118,6 @@ def _names(nodes: Iterable[ast.AST]) -> set[str]:
     """The names of variables and attributes."""
     found = (getattr(each, "id", getattr(each, "attr", "")) for node in nodes for each in ast.walk(node))
     return {*found} - {"", "self", "torch", *_ASK_ALL}
-
-
-def _takers(
-    where: Location, starts: Callable[[ast.AST, _Parents], bool], of_number: bool = False
-) -> frozenset[str]:
-    parents = _parents_in(where)
-    found: set[str] = set()
-    for node in parents:
-        if _is_on(node, where.line) and starts(node, parents):
-            taker, bound = _taker(node, parents, of_number)
-            found.add(taker)
-            if bound:
-                loads = (n for n in _function_around(node, parents) if _is_load(n, bound, where.line))
-                found |= {_taker(load, parents, of_number)[0] for load in loads}
-    return frozenset(found - {""})
 
 
 @cache

@@ -72,7 +72,7 @@ class DiagnosisReport:
             lines += _indented(finding.what)
             lines += _indented(f"Remedy: {finding.remedy}")
         if self.search_ended_by:
-            ended = f"The search ended early, behind this: {self.search_ended_by}"
+            ended = f"The search ended early, behind this: {self.search_ended_by.rstrip('.')}."
             lines += ["", *_indented(f"{ended} Mend it, and call the doctor again.", "")]
         if self.notes:
             lines += ["", "The callback deals with these by itself, or only tells them:"]
