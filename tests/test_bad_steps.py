@@ -459,6 +459,31 @@ class MaskAsked(Reads):
             x = x * mask
 
 
+class MaskOfAnotherName(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        am: Any = x > 0
+        am = None if am.all() else am  # BAD
+
+
+class LeavesOutABatch(Reads):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.factor.fill_(batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.factor > 2:  # BAD
+            return None
+        return super().training_step(batch, batch_idx)
+
+    def read(self, x: Tensor, y: Tensor) -> None: ...
+
+
+class FlipsByChance(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        flips = random.random() < 0.5  # BAD
+        if flips:
+            x = x.flip(1)
+
+
 class MaskCompared(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         attention_mask = (x > 0).long()
@@ -500,6 +525,13 @@ class SetsTheRate(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] = group["lr"] * 0.99  # BAD
+
+
+class SetsTheDecay(Reads):
+    """Refused in the smaller part of the step, too."""
+
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.trainer.optimizers[0].param_groups[0]["weight_decay"] += 0.01  # BAD
 
 
 class CallsAScheduler(Reads):
@@ -572,8 +604,12 @@ REMEDIES: dict[type[Net], str] = {
     LoopsOverClasses: "`torch.unique`.*`.tolist()`.*`for c in range(num_classes)`, with a mask",
     LoopsOverLengths: "Loop over the tensor itself, `for each in x`",
     SetsTheRate: "changes `param_groups[0]['lr']` of the.*Set it in `on_train_batch_start`, or let a",
+    SetsTheDecay: "changes `param_groups[0]['weight_decay']` of the.*Set it in `on_train_batch_start`",
     CallsAScheduler: "use of `LRScheduler.step`.*Call it in `on_train_batch_start`",
     MaskCompared: "Always pass the mask.*docs/recipes/attention_masks.md",
+    MaskOfAnotherName: "Always pass the mask.*docs/recipes/attention_masks.md",
+    LeavesOutABatch: "on a tensor.*Return the loss of every batch.*`optimizer.found_inf = self.skip`",
+    FlipsByChance: "`x = torch.where(torch.rand((), device=x.device) < p, f(x), x)`",
     Number: "use the tensor itself",
     Index: "tensor without dimensions.*`x[index.view(1)][0]`",
     IndexOfWrite: WRITE,
@@ -603,16 +639,18 @@ REMEDIES: dict[type[Net], str] = {
 
 @pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("cls", REMEDIES, ids=lambda cls: cls.__name__)
 def test_names_the_line_and_a_remedy_that_fits_it(
-    tmp_path: Path, accelerator: str, cls: type[Net]
+    tmp_path: Path, accelerator: str, cls: type[Net], caplog: pytest.LogCaptureFixture
 ) -> None:
     pattern = ".*".join(map(re.escape, REMEDIES[cls].split(".*")))
     callback = CUDAGraphCallback(harmless=["factor"])  # not even then
     with pytest.raises(CaptureError, match=f"(?s){pattern}") as caught:
         train(make(cls), tmp_path, callback, accelerator=accelerator, val_loader=None)
     assert f"{__file__}:{_line_of(cls)} " in str(caught.value)
-    if cls in (SetsTheRate, CallsAScheduler, LoopsOverClasses):
+    assert "captured from now on" not in caplog.text
+    if cls in (SetsTheRate, CallsAScheduler, LoopsOverClasses, LeavesOutABatch):
         assert len(caught.value.findings) == 1
 
 

@@ -466,7 +466,8 @@ def test_what_cannot_be_gone_on_behind_ends_the_search(accelerator: str) -> None
         "if loss > 1e9:",
         "loss = loss * next(self.numbers)",
     ]
-    assert "the search ended early: A CUDA graph cannot hold a draw from" in report.notes[-1]
+    assert report.search_ended_by.startswith("A CUDA graph cannot hold a draw from")
+    assert "The search ended early, behind this: A CUDA graph" in str(report).partition("deals with")[0]
     assert next(module.numbers) == 0
 
 

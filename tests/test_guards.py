@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -278,6 +279,10 @@ def test_hooks_of_autograd_nodes() -> None:
     assert "to none" in (guards.changed() or "")
 
 
+class _Holder(nn.Module):
+    pass
+
+
 class _Feature(nn.Dropout1d):
     pass
 
@@ -303,6 +308,43 @@ def test_the_remedy_by_what_has_changed(holder: Any, was: Any, now: Any, remedy:
         holder.p = now
     (moved,) = walk.changes()
     assert Change.of(moved, []).remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("reads", "was", "now", "remedy"),
+    [
+        (
+            lambda self, x: nn.functional.dropout(x, self.p),
+            0.1,
+            0.2,
+            "With a probability that changes, draw the mask",
+        ),
+        (
+            lambda self, x: nn.functional.dropout(x * self.p, 0.1),
+            1,
+            2,
+            "Hand it to the step in a registered buffer",
+        ),
+        (lambda self, x: x.roll(self.p % 7, 1), 1, 2, "Hand it.*Roll by an index.*`x.index_select"),
+        (lambda self, x: x[: self.p], 1, 2, "Hand it.*Keep the full length"),
+        (
+            lambda self, x: x if self.p else -x,
+            True,
+            False,
+            r"Keep it in a .*`torch.where\(self.p, a, b\)`",
+        ),
+    ],
+)
+def test_the_remedy_by_what_takes_a_number(
+    reads: Callable[..., Tensor], was: Any, now: Any, remedy: str
+) -> None:
+    holder: Any = _Holder()
+    holder.p = was
+    walk = Walk([Root(holder, "", "the model", is_entered=True)], Scope(reads=frozenset({"p"})))
+    holder.p = now
+    (moved,) = walk.changes()
+    found = Change.of(moved, [reads.__code__]).remedy
+    assert re.match(remedy, found), found
 
 
 def test_the_remedy_for_a_learning_rate() -> None:

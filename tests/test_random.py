@@ -120,7 +120,7 @@ def test_activation_checkpointing_keeps_its_random_numbers(tmp_path: Path, accel
 
 class Seeds(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        torch.manual_seed(3)
+        torch.manual_seed(batch_idx)
         return super().training_step(batch, batch_idx)
 
 
@@ -133,7 +133,10 @@ class Forks(Net):
 
 @pytest.mark.parametrize(
     ("cls", "remedy", "line"),
-    [(Seeds, "keep them in a buffer", "torch.manual_seed(3)"), (Forks, "leave it out", "fork_rng():")],
+    [
+        (Seeds, "Set it in `on_train_batch_start`", "torch.manual_seed(batch_idx)"),
+        (Forks, "leave it out", "fork_rng():"),
+    ],
 )
 def test_a_seed_in_the_step(
     tmp_path: Path, accelerator: str, cls: type[Net], remedy: str, line: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import traceback
 import warnings
@@ -194,3 +195,72 @@ def test_remedies_by_who_reads(accelerator: str, name: str) -> None:
     assert len(caught.value.findings) == (2 if name == "a check of torch" else 1)
     assert caught.value.location is not None
     assert caught.value.location.path == HERE
+
+
+LIBRARY = """
+import numpy as np
+import torch
+
+
+class Counts:
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+class Owns:
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, x):
+        return x * float(self.rng.uniform(0.5, 1.5))
+
+
+class Draws:
+    def __call__(self, x):
+        return x * np.random.uniform(0.5, 1.5)
+
+
+class Asks:
+    def __call__(self, x):
+        keep = x > -99
+        keep = None if torch.all(keep) else keep
+        return x if keep is None else torch.where(keep, x, 0)
+"""
+_BETWEEN = "If the call needs the batch alone, as an augmentation does, make it before you call the step"
+OF_LIBRARY = {
+    "Counts": ("self.calls += 1", _BETWEEN),
+    "Owns": ("return x * float(self.rng.uniform(0.5, 1.5))", _BETWEEN),
+    "Draws": ("return x * np.random.uniform(0.5, 1.5)", _BETWEEN),
+    "Asks": ("keep = None if torch.all(keep) else keep", "Else override its `__call__` in a subclass"),
+}
+
+
+@pytest.mark.parametrize("name", OF_LIBRARY)
+def test_what_a_library_does_has_its_line_and_a_remedy_from_outside(
+    tmp_path: Path, accelerator: str, name: str
+) -> None:
+    line, said = OF_LIBRARY[name]
+    path = tmp_path / "site-packages" / "its_library.py"
+    path.parent.mkdir()
+    path.write_text(LIBRARY)
+    spec = importlib.util.spec_from_file_location("its_library", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    library = getattr(module, name)()
+    x = torch.ones(4, device=device_of(accelerator))
+
+    def step(x: Tensor) -> Tensor:
+        return library(x) + 1  # type: ignore[no-any-return]
+
+    with GraphedStep(step, nn.Linear(1, 1)) as graphed, pytest.raises(CaptureError) as caught:
+        deque(map(graphed, [x] * 5))
+    where = caught.value.location
+    assert where is not None
+    assert where.called is not None
+    assert (where.path, where.called.path, where.called.source) == (HERE, str(path), line)
+    assert said in caught.value.remedy

@@ -375,7 +375,7 @@ REFUSED: dict[type[Loop], str] = {
     Counts: r"changes `calls` of the `Counts`,.* found at .*test_step_changes\.py.*before you call the",
     Toggles: r"changes `requires_grad` of `layers\.0\.weight` from True to False \(2 parameter",
     StepsScheduler: r"use of `LRScheduler\.step`.*_changes\.py.*Call the scheduler after the step",
-    SetsRate: r"sets a learning rate, or another option of an optimizer",
+    SetsRate: r"changes `param_groups\[0\]\[.lr.\]` of.*_changes\.py:\d+ .*before you call the",
     Prints: r"use of `print`.*test_step_changes\.py.*after the call of the step",
     Scaled: r"use of `GradScaler\.scale`.*Pass the scaler: `GraphedStep\(",
     HiddenOptimizer: r"calls `SGD\.step\(\)` of an optimizer that it was not given",

@@ -15,6 +15,7 @@ from lightning_cudagraph.capture.instances import CaptureInstance, GraphBreak
 from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.refusals.first_refusal import AskedFor
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.external_references import (
@@ -182,11 +183,13 @@ class CapturedStep(Generic[T]):
             self._backend.release(graph)
             for grad, old in moved:
                 grad.data = old
-            raise CaptureError(
+            error = CaptureError(
                 "The step gives a gradient that it adds to other memory (`p.grad.data = ...`), where no"
                 f" other graph would find it. Its shape is {tuple(moved[0][0].shape)}.",
                 "Write into the gradient instead: `p.grad.copy_(...)`.",
             )
+            error.subject = AskedFor("data")
+            raise error
         # Some are added to, or read, and then dropped: they end at an address of the graph.
         replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
         made = [*self._dropped, *replaced]

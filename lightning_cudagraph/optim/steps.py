@@ -18,13 +18,17 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_cudagraph.checks.audit.frozen import option_error
+from lightning_cudagraph.checks.walk.parts import same
 from lightning_cudagraph.compat.attributes import bound
+from lightning_cudagraph.device.refusals.first_refusal import refuse
 from lightning_cudagraph.device.sentry.compiled import is_held, is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_in_compiled_code
 from lightning_cudagraph.optim.forms import HostSide, moving_values
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
+from lightning_cudagraph.tensors.host_values import HostValue, held
 
 
 class _SharedOptimizer:
@@ -195,6 +199,8 @@ class OptimizerSteps:
                 yield
                 moved = self.learning_rates() != rates or self._options() != settings
                 moved = moved or (capturing and self._kept_on_host() != kept)
+                if moved and capturing:
+                    self._refuse_options(options)
             finally:
                 if capturing:
                     for group, before in zip(groups, options, strict=True):
@@ -207,8 +213,8 @@ class OptimizerSteps:
             return
         if moved:
             raise CaptureError(
-                "The step sets a learning rate, or another option of an optimizer, or a value that it"
-                " keeps there, while it runs, which a replay would not do.",
+                "The step sets an option of an optimizer, or a value that it keeps there, while it runs,"
+                " which a replay would not do.",
                 "Set it before or after the call of the step; call schedulers there too.",
             )
         if self.scaler is not None and self.scaler.pending():
@@ -217,6 +223,18 @@ class OptimizerSteps:
                 " `scaler.update()`, so that the scaler would wait for it on the host.",
                 "Call `scaler.step(optimizer)` and `scaler.update()` in the step, or all three outside.",
             )
+
+    def _refuse_options(self, before: list[dict[str, Any]]) -> None:
+        """Refuse a step that has set an option, such as a learning rate, with its name."""
+        groups = [
+            (prepared, index, group)
+            for prepared in self._prepared
+            for index, group in enumerate(prepared.optimizer.param_groups)
+        ]
+        for (prepared, index, group), options in zip(groups, before, strict=False):
+            for name in (n for n, was in options.items() if not same(was, group.get(n))):
+                of = f"the optimizer `{type(prepared.optimizer).__qualname__}`"
+                raise option_error(f"param_groups[{index}]['{name}']", of)
 
     def _kept_on_host(self) -> list[dict[str, Any]]:
         """The plain values that optimizers keep on the host, with those that user code has put there."""
@@ -269,6 +287,15 @@ def _unpatched(optimizer: Optimizer) -> UnsupportedError:
     )
 
 
+def _refuse_numbers_of_steps(optimizer: Optimizer) -> None:
+    """Refuse learning rates that the step has computed from a number such as `batch_idx`."""
+    for index, group in enumerate(optimizer.param_groups):
+        if isinstance(group["lr"], HostValue):
+            of = f"the optimizer `{type(optimizer).__qualname__}`"
+            refuse((error := option_error(f"param_groups[{index}]['lr']", of)), error.subject)
+            group["lr"] = held(group["lr"])
+
+
 @contextmanager
 def _steps_like_a_graph(
     prepared: PreparedOptimizer, capturing: bool, stepping: set[int], in_compiled_code: list[Optimizer]
@@ -298,6 +325,8 @@ def _steps_like_a_graph(
         if not capturing and is_in_compiled_code() and not is_left_out():
             in_compiled_code.append(optimizer)
         stepping.add(id(optimizer))
+        if capturing:
+            _refuse_numbers_of_steps(optimizer)
         try:
             with prepared.step_arithmetic(capturing):
                 return own(*args, **kwargs)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.calls.host_calls import uses_refused
-from lightning_cudagraph.checks.audit.frozen import effect_error
+from lightning_cudagraph.checks.audit.frozen import SetOption, effect_error
 from lightning_cudagraph.checks.audit.host_lines import (
     first_line,
     is_set_elsewhere,
@@ -127,8 +127,8 @@ class Effects:
                 codes = captured().users_code
                 if isinstance(error.subject, BatchChange):
                     error.location = line_that_changes(error.subject.paths, codes)
-                elif isinstance(error.subject, tuple):  # an option of an optimizer
-                    error.location = line_that_changes(("['lr']",), codes)
+                elif isinstance(error.subject, SetOption):
+                    error.location = line_that_changes((error.subject.item,), codes)
                 elif isinstance(error.subject, AskedFor):
                     located(error, first_line(error.subject.name, False, codes))
             raise

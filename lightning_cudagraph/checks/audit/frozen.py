@@ -35,6 +35,7 @@ from lightning_cudagraph.device.refusals.first_refusal import (
     refuse,
 )
 from lightning_cudagraph.device.refusals.host_reads import of_library
+from lightning_cudagraph.device.refusals.takers import BRANCH, takers
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of
@@ -225,6 +226,16 @@ def _keep(where: Location | None) -> str:
     return "return it, and take it from the outputs"
 
 
+class SetOption(tuple[str, str]):
+    """The subject of an error for an option of an optimizer: that of a change of its param group.
+
+    Attributes:
+        item: the option, as `['lr']`.
+    """
+
+    item: str
+
+
 def option_error(path: str, of: str) -> CaptureError:
     """The error for a step that sets an option of an optimizer, such as `param_groups[0]['lr']`."""
     error = CaptureError(
@@ -233,24 +244,30 @@ def option_error(path: str, of: str) -> CaptureError:
         ' `"interval": "step"`.' + see("changing_numbers"),
     )
     error.is_effect = True
-    error.subject = path.rpartition("[")[0], of  # as that of a change of the group
+    error.subject = SetOption((path.rpartition("[")[0], of))
+    error.subject.item = "[" + path.rpartition("[")[2]
     return error
 
 
 def effect_error(change: Moved, where: Location | None) -> CaptureError:
     """The error for an effect of a step on the host."""
     named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
+    allowed = allowance(change.name)
     if change.draws:
+        remedy = (
+            "Draw on the device (`torch.rand(..., device=x.device)`), in the dataloader, or in"
+            " `on_train_batch_start` into a registered buffer." + allowed
+        )
+        if where is not None and BRANCH in takers(where, change.attribute):
+            remedy = (
+                "Choose on the device: `x = torch.where(torch.rand((), device=x.device) < p, f(x), x)`."
+                " Or draw in `on_train_batch_start` into a registered buffer, and choose by that; or in"
+                " the collate function, and pass a whole number with the batch: each has a graph."
+            )
         return CaptureError(
             f"The training step draws from {named}, on the host: every replay would use the numbers"
             " of this one step.",
-            of_library(
-                where,
-                "Draw on the device (`torch.rand(..., device=x.device)`), in the dataloader, or in"
-                " `on_train_batch_start` into a registered buffer."
-                + allowance(change.name)
-                + see("host_random"),
-            ),
+            of_library(where, remedy + see("host_random")),
             location=where,
         )
     if isinstance(change.holder, dict) and "params" in change.holder:
@@ -266,14 +283,20 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             " allow it." + see("kept_tensors"),
             location=where,
         )
-    remedy = f"{_HOST_HOOK}. To keep what the step computes, {_keep(where)} in `on_train_batch_end`."
+    keep = f" To keep what the step computes, {_keep(where)} in `on_train_batch_end`."
+    remedy = f"{_HOST_HOOK}.{keep}"
     recipe = "counters"
     if isinstance(change.holder, dict) and isinstance(change.now, Tensor):
-        owner = "self." if change.of.startswith("the ") else ""
+        owner = "self." if change.of.startswith("the `") else ""
         remedy = (
             "If the step alone reads it, empty it before the step returns:"
-            f" `{owner}{change.name}.clear()`. To keep what the step computes, {_keep(where)} in"
-            " `on_train_batch_end`."
+            f" `{owner}{change.name}.clear()`."
+        )
+        remedy += (
+            " To keep it, let an attribute of the module be the tensor itself, `self.kept ="
+            " output.detach()`."
+            if owner
+            else keep
         )
         recipe = "forward_hooks"
     elif type(change.now) is int:
@@ -289,7 +312,7 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     error = CaptureError(
         f"The training step sets or changes {named}, which a replay would not do: it would keep what"
         " this one step left there.",
-        remedy + allowance(change.name) + see(recipe),
+        of_library(where, remedy + allowed + see(recipe), keep + allowed),
         location=where,
     )
     error.is_effect = True

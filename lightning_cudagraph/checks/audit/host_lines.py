@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from types import CodeType
@@ -27,9 +28,10 @@ CHANGES = frozenset(
     )
 )
 # The names by which code has it; the last one is that of Python's own generator too.
-_RANDOM_OF_NUMPY = ("np.random", "numpy.random", "random")
+RANDOM_OF_NUMPY = ("np.random", "numpy.random", "random")
 _ITEM = "[]"
 _OF_ITEMS = ("STORE_SUBSCR", "DELETE_SUBSCR")
+_UPDATES_ITEM = ("COPY", "DUP_TOP_TWO")  # `x[key] += ...` has the key twice
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 # Between the keys of items.
 _SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP", "EXTENDED_ARG")
@@ -65,7 +67,7 @@ def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
 
 
 def _names_of(change: Moved) -> tuple[str, ...]:
-    return _RANDOM_OF_NUMPY if change.holder is NUMPYS_OWN else (change.attribute,)
+    return RANDOM_OF_NUMPY if change.holder is NUMPYS_OWN else (change.attribute,)
 
 
 def first_line(
@@ -117,14 +119,24 @@ def _lines(name: str, draws: bool, codes: Iterable[CodeType]) -> Iterator[tuple[
 def nearest_line(change: Moved, codes: Sequence[CodeType]) -> Location | None:
     """The first line that mentions a name in the path of a change, the last such name first.
 
-    If no line does, the first line of the step.
+    If no line does, the first line of the step. With the line of a library that makes the change.
     """
+    installed = [code for code in codes if is_installed(code.co_filename)]
     codes = _own(codes)
     path = re.sub(r"\[.*?\]", "", change.name).split(".")
     for end in range(len(path) - 1, 0, -1):
         if (line := first_line(path[end - 1], change.draws, codes)) is not None:
-            return line
+            return inside_library(line, _names_of(change), change.draws, installed)
     return location_in(codes[0], codes[0].co_firstlineno) if codes else None
+
+
+def inside_library(
+    where: Location, names: Sequence[str], draws: bool, codes: Sequence[CodeType]
+) -> Location:
+    """A line with that of a library which it comes to: the first one in its code that has a name."""
+    lines = (first_line(name, draws, codes) for name in names)
+    called = None if is_installed(where.path) else next((line for line in lines if line), None)
+    return where if called is None else replace(where, called=called)
 
 
 def line_that_changes(paths: Iterable[str], codes: Sequence[CodeType]) -> Location | None:
@@ -147,7 +159,7 @@ def _lines_of_item(key: str, code: CodeType) -> Iterator[tuple[str, int]]:
     """The lines that change the item with a key, given as its `repr`: `x[key] = ...`, `x.pop(key)`."""
     parts = [part for part in _instructions(code) if part[0] != "EXTENDED_ARG"]
     for (_, name, _), (op, _, line) in pairwise(parts):
-        if op in _OF_ITEMS and repr(name) == key:
+        if op in (*_OF_ITEMS, *_UPDATES_ITEM) and repr(name) == key:
             yield key, line
     for (_, name, _), (op, constant, line) in pairwise(parts):
         if op in _CONSTANTS and repr(constant) == key and name in CHANGES:

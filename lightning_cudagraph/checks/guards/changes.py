@@ -33,5 +33,5 @@ class Change(str):
         if isinstance(moved.holder, nn.Module) and not is_users_class(type(moved.holder)):
             name = moved.of.strip("`").rpartition(".")[2]  # a layer of torch reads its own attributes
         change.location = first_line(name, True, codes)
-        change.remedy = remedy_of_part(moved)
+        change.remedy = remedy_of_part(moved, change.location)
         return change

@@ -10,8 +10,15 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.checks.walk.host_objects import UNSET
 from lightning_cudagraph.checks.walk.parts import Moved
-from lightning_cudagraph.errors import see
+from lightning_cudagraph.device.refusals.takers import instead_of, takers
+from lightning_cudagraph.errors import Location, see
 
+_BUFFER = "Hand it to the step in a registered buffer, written with `fill_` in `on_train_batch_start`. "
+_FLAG = (
+    "Keep it in a registered buffer, `self.{0}.fill_(...)`, and choose by that:"
+    " `torch.where(self.{0}, a, b)`. Or pass it with the batch, as a whole number, from"
+    " `on_after_batch_transfer` or the collate function: each path has a graph." + see("paths")
+)
 _CHOOSE = (
     "Branch on `batch_idx`, on `global_step` or on a whole number in the batch in its place: each path"
     " has a graph." + see("paths")
@@ -86,12 +93,11 @@ def remedy_of_value(now: Any) -> str:
     """Return one thing to do about a value that changes between steps."""
     if isinstance(now, Tensor):
         return _WRITE_INTO_IT
-    is_number = isinstance(now, _NUMBERS) and not isinstance(now, bool)
-    return _HAND_OVER if is_number else _CHOOSE
+    return _HAND_OVER if isinstance(now, _NUMBERS) else _CHOOSE
 
 
-def remedy_of_part(moved: Moved) -> str:
-    """Return one thing to do about a part of an object that changes between steps."""
+def remedy_of_part(moved: Moved, where: Location | None) -> str:
+    """Return one thing to do about a part of an object that changes between steps, and is read there."""
     holder = moved.holder
     if isinstance(holder, dict) and "params" in holder:  # a param group, of which the step reads this
         return _RATE
@@ -99,7 +105,16 @@ def remedy_of_part(moved: Moved) -> str:
         return _DRAW_THE_MASK
     if moved.label == "":  # the contents of a buffer, compared as bytes
         return _HAND_OVER
-    return remedy_of_value(moved.was if moved.now is UNSET else moved.now)
+    value = moved.was if moved.now is UNSET else moved.now
+    if isinstance(value, bool):
+        return _FLAG.format(moved.attribute)
+    if where is not None and isinstance(value, (int, float)):
+        names = takers(where, moved.attribute)
+        if "dropout" in names:
+            return _DRAW_THE_MASK
+        if isinstance(value, int) and (instead := instead_of(names)):
+            return _BUFFER + instead
+    return remedy_of_value(value)
 
 
 def kind_of(change: str) -> str:

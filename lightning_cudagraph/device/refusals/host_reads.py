@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
@@ -14,16 +14,38 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.device.lines.user_lines import is_installed, is_user_code
-from lightning_cudagraph.device.refusals.takers import LOOP, START, STOP, takers, takes_a_size
+from lightning_cudagraph.device.refusals.takers import (
+    ASKS_MASK,
+    CHOOSES,
+    LOOP,
+    SKIPS,
+    START,
+    STOP,
+    branch,
+    instead_of,
+    takers,
+)
 from lightning_cudagraph.errors import Location, see
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 _IN_A_LIBRARY = (
-    "The library decides on the host. If the call needs the batch alone, as an augmentation does, make"
-    " it in the dataset, or in `on_after_batch_transfer`, which runs between two steps. If it checks an"
-    " argument, such as a mask without padding, leave that out. Else use another function."
-    + see("host_random")
+    "A library does this on the host. If the call needs the batch alone, as an augmentation does, make"
+    " it in `on_after_batch_transfer`, which runs between two steps, or in the dataset. If it checks an"
+    " argument, or draws within a model, switch that off by an option of the library; or use your own"
+    " version of its `{}`, in a subclass if it is a method."
+)
+_MASK_OF_A_LIBRARY = (
+    "A library leaves a mask out by its values. If no batch has padding, pass none. Else override its"
+    " `{}` in a subclass of yours, with the same code but for this branch: each step uses the mask."
+    + see("attention_masks")
+)
+# In place of a step that returns None behind a branch.
+SKIP = (
+    "Return the loss of every batch, and let a fused Adam or AdamW skip its update where its `found_inf`"
+    " is 1, a registered buffer: `optimizer.found_inf = self.skip`, and `self.skip.copy_(loss.detach() >"
+    " 9)` in the step, or `fill_` in `on_train_batch_start` if the batch's number decides."
+    + see("nan_checks")
 )
 
 Words = tuple[str, str]  # the description for the user, and the remedy
@@ -161,9 +183,12 @@ def _lines_below(where: Location) -> str:
     return "".join(lines[: next(ends, len(lines))])
 
 
-def _takes(call: TorchCall, where: Location, *takers_of_it: str) -> bool:
-    """True if a number that a line reads is taken by one of these, which may come further down."""
-    return call.name in _READS_ONE and not takers(where).isdisjoint(takers_of_it)
+def _takers_of(call: TorchCall, where: Location) -> Iterable[str]:
+    """Those that take what a call reads; or the call itself, and the part of a slice that it reads."""
+    if call.name in _READS_ONE:
+        return takers(where)
+    parts = (mark for mark, part in ((START, "start"), (STOP, "stop")) if _is_slice(call, part))
+    return (call.name, *parts)
 
 
 def _decides_on_steps(where: Location) -> bool:
@@ -207,7 +232,7 @@ def _keeps_best(where: Location) -> bool:
 _READS_ONE = ("__int__", "__index__", "item")
 _BRANCHES = ("__bool__", "__contains__")
 _OF_INDEX = "an index by a tensor without dimensions, which reads it on the host"
-_USES = (
+_ARGUMENTS = (
     _Use(
         "`one_hot` without `num_classes`, which reads the largest label",
         lambda call, where: call.name == "one_hot",
@@ -221,41 +246,8 @@ _USES = (
         "Multiply instead: `x.add_(factor * y)` for `x.add_(y, alpha=factor)`."
         + see("indices_and_lengths"),
     ),
-    _Use(
-        "",
-        lambda call, where: _is_slice(call, "start") or _takes(call, where, START),
-        "Index with a tensor of places: `places = (pointer + torch.arange(n, device=pointer.device)) %"
-        " len(queue)`, and `queue[places] = ...`." + see("indices_and_lengths"),
-    ),
-    _Use(
-        "",
-        lambda call, where: call.name == "roll" or _takes(call, where, "roll"),
-        "Roll by an index, with `size = x.size(1)` and the shift as a tensor:"
-        " `x.index_select(1, (torch.arange(size, device=x.device) - shift) % size)`."
-        + see("indices_and_lengths"),
-    ),
-    _Use(
-        "",
-        lambda call, where: _takes(call, where, "range"),
-        "Loop as often as is needed at most, and leave out what is beyond,"
-        " `x = torch.where(i < n, new, x)`." + see("early_exit"),
-    ),
-    _Use(
-        "",
-        lambda call, where: _is_slice(call, "stop") or _takes(call, where, STOP),
-        "Keep the full length, and leave the rest out by a mask,"
-        " `torch.arange(len(x), device=x.device) < length`." + see("indices_and_lengths"),
-    ),
-    _Use(
-        "",
-        lambda call, where: (
-            takes_a_size(call.name)
-            or (call.name in _READS_ONE and any(map(takes_a_size, takers(where))))
-        ),
-        "Use a size that is the same in every step, the largest one, and leave the rest out by a mask,"
-        " `torch.arange(size, device=x.device) < length`. Or count it in the collate function, and pass"
-        " it with the batch as a whole number: each has a graph." + see("indices_and_lengths"),
-    ),
+)
+_USES = (
     _Use(
         "",
         lambda call, where: call.name == "__bool__" and _decides_on_steps(where),
@@ -296,15 +288,18 @@ _USES = (
     ),
     _Use(
         "",
-        lambda call, where: (
-            call.name in _BRANCHES and re.search(r"\bif\b.*mask", where.source) is not None
-        ),
+        lambda call, where: call.name in _BRANCHES and branch(where) == SKIPS,
+        SKIP,
+    ),
+    _Use(
+        "",
+        lambda call, where: call.name in _BRANCHES and branch(where) == ASKS_MASK,
         "Always pass the mask; or leave it out if no batch has padding. To choose something else by it:"
         " `torch.where(mask.any(), a, b)`." + see("attention_masks"),
     ),
     _Use(
         "",
-        lambda call, where: call.name in _BRANCHES and _is_branch(where),
+        lambda call, where: call.name in _BRANCHES and branch(where) == CHOOSES,
         "Compute both, and choose with `torch.where`: `torch.where(condition, a, b)`."
         + see("item_and_print"),
     ),
@@ -315,10 +310,6 @@ _USES = (
         " after every step." + see("item_and_print"),
     ),
 )
-
-
-def _is_branch(where: Location) -> bool:
-    return re.search(r"^(if|elif) |\bif\b.*\belse\b", where.source) is not None
 
 
 def _reads_index(call: TorchCall) -> bool:
@@ -338,6 +329,11 @@ def of_use(call: TorchCall | None, where: Location | None, words: Words) -> Word
         return words
     if call.name == "__bool__" and _FINITE_CHECK.search(where.source):
         return of_nan_check(where)
+    for use in _ARGUMENTS:
+        if use.fits(call, where):
+            return use.what, use.remedy
+    if instead := instead_of(_takers_of(call, where)):
+        return words[0], instead
     for use in _USES:
         if use.fits(call, where):
             return use.what or words[0], use.remedy
@@ -356,8 +352,12 @@ def of_loop(where: Location | None, words: Words) -> Words:
     return words[0], "Loop over the tensor itself, `for each in x`." + see("indices_and_lengths")
 
 
-def of_library(where: Location | None, remedy: str) -> str:
-    """The remedy for what a library does: by who reads, or for any installed one; else the given one."""
+def of_library(where: Location | None, remedy: str, allowance: str = "") -> str:
+    """The remedy for what a library does: by who reads, or for any installed one; else the given one.
+
+    Args:
+        allowance: the end of the remedy for any installed one.
+    """
     while where is not None:
         path = where.path.replace(os.sep, "/")
         file = path.rpartition("/")[2]
@@ -365,7 +365,9 @@ def of_library(where: Location | None, remedy: str) -> str:
             if f"/{reader.folder}" in path and reader.reads(where.function, file):
                 return reader.remedy
         if is_installed(where.path) and is_user_code(where.path):
-            remedy = _IN_A_LIBRARY
+            asks_mask = branch(where) == ASKS_MASK
+            text = _MASK_OF_A_LIBRARY if asks_mask else _IN_A_LIBRARY + allowance + see("host_random")
+            remedy = text.replace("{}", where.function)
         where = where.called
     return remedy
 

@@ -1,19 +1,21 @@
-"""The functions, slices and loops that take a value which a line reads, found in its source."""
+"""The functions, slices, loops and branches that take a value of a line, found in its source."""
 
 from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 
 import torch
 
 from lightning_cudagraph.compat.names.torch_names import OpOverloadPacket
-from lightning_cudagraph.errors import Location
+from lightning_cudagraph.errors import Location, see
 
 # Marks beside the names of functions.
-START, STOP, LOOP = "[start:]", "[:stop]", "for"
+START, STOP, LOOP, BRANCH = "[start:]", "[:stop]", "for", "if"
+# The kinds of branches.
+SKIPS, ASKS_MASK, CHOOSES = "returns None", "asks a mask", "chooses"
 
 _READ = ("int", "item", "tolist", "unique", "unique_consecutive")
 # Functions of Python with results that are the value again, or made of it.
@@ -21,33 +23,114 @@ _PASS_ON = (
     *("int", "float", "max", "min", "abs", "round", "sum"),
     *("enumerate", "zip", "sorted", "reversed", "list", "tuple", "set"),
 )
+_ASK_ALL = ("all", "any")
 _Parents = dict[ast.AST, ast.AST]
 
+# By what takes a tensor, or a number that changes, where a graph needs a fixed number.
+_INSTEAD = {
+    START: "Index with a tensor of places: `places = (pointer + torch.arange(n, device=pointer.device))"
+    " % len(queue)`, and `queue[places] = ...`." + see("indices_and_lengths"),
+    "roll": "Roll by an index, with `size = x.size(1)` and the shift as a tensor:"
+    " `x.index_select(1, (torch.arange(size, device=x.device) - shift) % size)`."
+    + see("indices_and_lengths"),
+    "range": "Loop as often as is needed at most, and leave out what is beyond,"
+    " `x = torch.where(i < n, new, x)`." + see("early_exit"),
+    STOP: "Keep the full length, and leave the rest out by a mask,"
+    " `torch.arange(len(x), device=x.device) < length`." + see("indices_and_lengths"),
+}
+_SIZE = (
+    "Use a size that is the same in every step, the largest one, and leave the rest out by a mask,"
+    " `torch.arange(size, device=x.device) < length`. Or count it in the collate function, and pass"
+    " it with the batch as a whole number: each has a graph." + see("indices_and_lengths")
+)
 
-def takers(where: Location) -> frozenset[str]:
-    """Names of the functions that take a value which a line reads; also `START`, `STOP` and `LOOP`.
+
+def instead_of(takers: Iterable[str]) -> str:
+    """The remedy where these take a tensor, or a number that changes; empty for others."""
+    takers = [*takers]
+    named = (remedy for taker, remedy in _INSTEAD.items() if taker in takers)
+    return next(named, _SIZE if any(map(_takes_a_size, takers)) else "")
+
+
+def takers(where: Location, name: str = "") -> frozenset[str]:
+    """Names of the functions that take a value which a line reads; also `START`, `STOP` and others.
 
     If the line binds it to a local variable, those that take the variable further down, too.
+
+    Args:
+        name: of a number of this name, or what the function or generator of this name returns, instead
+            of what is read of a tensor.
     """
-    parents = _parents("".join(linecache.getlines(where.path)))
+    parents = _parents_in(where)
     found: set[str] = set()
     for node in parents:
-        if _is_on(node, where.line) and _reads(node, parents):
-            taker, bound = _taker(node, parents)
+        named = (getattr(node, "attr", ""), getattr(node, "id", ""))
+        if _is_on(node, where.line) and (name in named if name else _reads(node, parents)):
+            taker, bound = _taker(node, parents, bool(name))
             found.add(taker)
             if bound:
                 loads = (n for n in _function_around(node, parents) if _is_load(n, bound, where.line))
-                found |= {_taker(load, parents)[0] for load in loads}
+                found |= {_taker(load, parents, bool(name))[0] for load in loads}
     return frozenset(found - {""})
 
 
+def branch(where: Location) -> str:
+    """The kind of a branch in a line: `SKIPS`, `ASKS_MASK`, `CHOOSES`; empty if there is none."""
+    parents = _parents_in(where)
+    for node in parents:
+        if isinstance(node, (ast.If, ast.IfExp)) and _is_on(node.test, where.line):
+            return _kind_of(node, parents)
+    return ""
+
+
+def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
+    """`ASKS_MASK` for a branch that leaves out what it asks about, or does something to it."""
+    asked = _names([node.test])
+    if isinstance(node, ast.If):
+        outcomes: list[ast.AST] = [*node.body, *node.orelse]
+        skips = any(isinstance(each, ast.Return) and _is_none(each.value) for each in outcomes)
+        bound = [each for each in outcomes if isinstance(each, ast.Assign) and _is_none(each.value)]
+        leaves_out = any(asked & _names(each.targets) for each in bound)
+    else:
+        outcomes = [node.body, node.orelse]
+        leaves_out = any(map(_is_none, outcomes))
+        skips = leaves_out and isinstance(parents[node], ast.Return)
+    inside = [*ast.walk(node.test)]
+    if any(_name(each) in _ASK_ALL or isinstance(each, (ast.In, ast.NotIn)) for each in inside):
+        is_mask = not any(map(_compares_values, inside))  # which only has to be the same, or not
+        return ASKS_MASK if skips or leaves_out or (is_mask and asked & _names(outcomes)) else CHOOSES
+    return SKIPS if skips else ASKS_MASK if leaves_out else CHOOSES
+
+
+def _compares_values(node: ast.AST) -> bool:
+    """True for a comparison by size, or with a variable."""
+    if not isinstance(node, ast.Compare) or isinstance(node.ops[0], (ast.In, ast.NotIn)):
+        return False
+    is_equality = isinstance(node.ops[0], (ast.Eq, ast.NotEq, ast.Is, ast.IsNot))
+    return not is_equality or not isinstance(node.comparators[0], ast.Constant)
+
+
+def _is_none(node: ast.AST | None) -> bool:
+    return node is None or (isinstance(node, ast.Constant) and node.value is None)
+
+
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
+    """The names of variables and attributes."""
+    found = (getattr(each, "id", getattr(each, "attr", "")) for node in nodes for each in ast.walk(node))
+    return {*found} - {"", "self", "torch", *_ASK_ALL}
+
+
 @cache
-def takes_a_size(name: str) -> bool:
+def _takes_a_size(name: str) -> bool:
     """True for a function of torch with an argument that sizes are passed as."""
     packet = getattr(torch.ops.aten, name, None)
     names = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
     schemas = [str(getattr(packet, each)._schema) for each in names]
     return name == "arange" or any("SymInt" in schema for schema in schemas)
+
+
+def _parents_in(where: Location) -> _Parents:
+    return _parents("".join(linecache.getlines(where.path)))
 
 
 @lru_cache(maxsize=8)
@@ -76,8 +159,12 @@ def _name(node: ast.AST) -> str:
     return str(name) if isinstance(node, ast.Call) else ""
 
 
-def _taker(node: ast.AST, parents: _Parents) -> tuple[str, str]:
-    """The taker of the value of an expression; or the local variable that it is bound to."""
+def _taker(node: ast.AST, parents: _Parents, of_number: bool) -> tuple[str, str]:
+    """The taker of the value of an expression; or the local variable that it is bound to.
+
+    Args:
+        of_number: stop at arithmetic with a variable, which may be a tensor.
+    """
     while (above := parents.get(node)) is not None:
         if isinstance(above, ast.Call) and node is not above.func and _name(above) not in _PASS_ON:
             return _name(above), ""
@@ -85,10 +172,16 @@ def _taker(node: ast.AST, parents: _Parents) -> tuple[str, str]:
             return (START if node is above.lower else STOP), ""
         if isinstance(above, (ast.For, ast.comprehension)):
             return (LOOP if node is above.iter else ""), ""
+        if isinstance(above, (ast.If, ast.IfExp, ast.While)) and node is above.test:
+            return BRANCH, ""
         if isinstance(above, ast.Assign) and isinstance(above.targets[0], ast.Name):
             return "", above.targets[0].id
         if isinstance(above, ast.stmt):
             return "", ""
+        if of_number and isinstance(above, ast.BinOp):
+            others = {above.left, above.right} - {node}
+            if any(isinstance(each, (ast.Name, ast.Call)) for each in others):
+                return "", ""
         node = above
     return "", ""
 

@@ -30,6 +30,7 @@ from lightning_cudagraph.device.refusals.forbidden_ops import (
     works_on,
 )
 from lightning_cudagraph.device.refusals.host_reads import (
+    SKIP,
     FiniteChecks,
     TorchCall,
     of_host_read,
@@ -73,7 +74,7 @@ def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
             what, remedy = of_host_read(where, (what, remedy))
         if "unique" in name:
             what, remedy = of_loop(where, (what, remedy))
-        forbid(what, of_library(where, remedy), where)
+        forbid(what, of_library(where, remedy), where, subject=SKIP if remedy == SKIP else None)
 
 
 def _refuse_write(error: CaptureError) -> None:

@@ -21,6 +21,7 @@ class DiagnosisReport:
         step: the step that was examined, by its name.
         backend: the device on which it was captured, in words.
         findings: what keeps the step from being captured, each with the user's line and a remedy.
+        search_ended_by: what has ended the search before the end of the step, in words; or nothing.
         notes: what the callback deals with by itself, and what else its report says.
         replayed_steps: the number of steps that were replays.
         estimate: numbers of a plain step; None if the run ended before one.
@@ -29,6 +30,7 @@ class DiagnosisReport:
     step: str
     backend: str
     findings: tuple[Finding, ...]
+    search_ended_by: str
     notes: tuple[str, ...]
     replayed_steps: int
     estimate: Estimate | None = None
@@ -46,6 +48,7 @@ class DiagnosisReport:
             "is_captured": self.is_captured,
             "replayed_steps": self.replayed_steps,
             "findings": [_as_dict(finding) for finding in self.findings],
+            "search_ended_by": self.search_ended_by,
             "notes": list(self.notes),
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
         }
@@ -68,6 +71,9 @@ class DiagnosisReport:
                 lines.append(f"{number:3}. (no line of yours)")
             lines += _indented(finding.what)
             lines += _indented(f"Remedy: {finding.remedy}")
+        if self.search_ended_by:
+            ended = f"The search ended early, behind this: {self.search_ended_by.rstrip('.')}."
+            lines += ["", *_indented(f"{ended} Mend it, and call the doctor again.", "")]
         if self.notes:
             lines += ["", "The callback deals with these by itself, or only tells them:"]
             lines += [part for note in self.notes for part in _indented(note, "  - ")]

@@ -79,11 +79,11 @@ def _examine(
             _fit(trainer, [kept, callback], module, batches, _STEPS)
         except UnsupportedError as error:
             found = error.findings
-            ended = error.search_ended_by and f"the search ended early: {error.search_ended_by}"
+            ended = error.search_ended_by
     fit = callback.summary.fit
     estimate = meter.estimate(fit.replay_ms, fit.memory_bytes)
-    others = [*not_called, *filter(None, [ended]), *kept.notes]
-    return _report(module, found, others, callback.summary, estimate)
+    others = [*not_called, *kept.notes]
+    return _report(module, found, ended, others, callback.summary, estimate)
 
 
 def _measured(
@@ -166,6 +166,7 @@ def _name_of(given: Any) -> str:
 def _report(
     module: pl.LightningModule,
     found: tuple[Finding, ...],
+    ended: str,
     others: list[str],
     summary: RunSummary,
     estimate: Estimate | None,
@@ -186,6 +187,7 @@ def _report(
         step=f"{type(module).__qualname__}.training_step",
         backend=summary.backend,
         findings=tuple(sorted(together(found), key=_line)),
+        search_ended_by=ended,
         notes=(*summary.notes, *stale, *([] if found else eager), *others),
         replayed_steps=fit.replayed,
         estimate=estimate,

@@ -250,6 +250,7 @@ class GraphedTraining:
         self._times.happened(text)
 
     def _captured(self, step: Step[StepOutputs], capture_ms: float) -> None:
+        self._part.captured()
         taken_mib = self.counts.memory_bytes / 2**20
         text = f"Captured in {capture_ms:.0f} ms: {step.description}. {taken_mib:.1f} MiB taken so far."
         self._times.happened(text)

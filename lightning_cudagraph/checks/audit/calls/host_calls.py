@@ -49,7 +49,9 @@ from lightning_cudagraph.checks.audit.calls.seeds import SEEDED, seeds
 from lightning_cudagraph.checks.audit.host_lines import (
     CHANGES,
     NUMPYS_OWN,
+    RANDOM_OF_NUMPY,
     first_line,
+    inside_library,
     line_that_sets,
     lines_that_draw,
     stores,
@@ -63,7 +65,7 @@ from lightning_cudagraph.checks.walk.scope import Namespace, Root
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.lines.user_lines import is_installed, user_frame
-from lightning_cudagraph.device.refusals.first_refusal import forbid, note_receiver, refuse
+from lightning_cudagraph.device.refusals.first_refusal import forbidden, note_receiver, refuse
 from lightning_cudagraph.errors import CaptureError, Location
 
 _DYNAMO = ("torch._compile", "torch._dynamo")
@@ -225,6 +227,10 @@ class HostCalls:
         before = self._numpys.pop(id(frame), None)
         if before is not None and before != _numpys_state() and id(NUMPYS_OWN) not in self._touched:
             self._touch(NUMPYS_OWN, caller)
+            where = self._touched.get(id(NUMPYS_OWN))
+            # What returns numbers for the step draws for the user; what works on tensors, for itself.
+            if where and any(isinstance(each, torch.Tensor) for each in frame.f_locals.values()):
+                self._touched[id(NUMPYS_OWN)] = inside_library(where, RANDOM_OF_NUMPY, True, [code])
         if self._origins.of(caller) is Origin.FRAMEWORKS or not code.co_argcount:
             return
         if self._origins.of(frame) is not Origin.FRAMEWORKS or self._origins.user_caller(caller) is None:
@@ -342,7 +348,9 @@ class HostCalls:
         while caller is not None and str(caller.f_globals.get("__name__")).startswith(_DYNAMO):
             caller = caller.f_back  # it wraps `torch.manual_seed`
         if (user_caller := self._origins.user_caller(caller)) is not None and not self._allows(name):
-            forbid(f"`{name}` {words}", remedy, user_frame(user_caller))
+            error = forbidden(f"`{name}` {words}", remedy, user_frame(user_caller))
+            error.is_effect = True
+            refuse(error)
 
     def _refuse_effect(
         self, name: str, user_caller: FrameType, inside: FrameType, is_python: bool = False

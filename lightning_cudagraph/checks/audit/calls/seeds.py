@@ -12,8 +12,8 @@ from lightning_cudagraph.errors import see
 
 SEEDED = (
     "in the step, which a replay would not repeat",
-    "Leave the seed out of the step: draw numbers that shall be the same in each step before `fit`, and"
-    " keep them in a buffer (`register_buffer`)." + see("host_random"),
+    "Set it in `on_train_batch_start`. Or leave it out: draw numbers that shall be the same in each step"
+    " before `fit`, and keep them in a buffer (`register_buffer`)." + see("host_random"),
 )
 _SET = (
     "in the step, on the CPU emulator",

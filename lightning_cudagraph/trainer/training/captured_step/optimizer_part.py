@@ -47,6 +47,7 @@ class OptimizerPart:
         self._scope = scope
         self._drop = drop  # invalidates the graphs
         self._announce = announce
+        self._untold = ""
         self.eager_reason: str | None = (
             '`scope="forward_backward"`' if scope == "forward_backward" else None
         )
@@ -57,8 +58,9 @@ class OptimizerPart:
     def notes(self) -> list[str]:
         if not self.eager_reason:
             return []
+        are = "are to be" if self._untold else "are"
         return [
-            f"forward and backward are captured, and the optimizer steps eagerly: {self.eager_reason}"
+            f"forward and backward {are} captured, and the optimizer steps eagerly: {self.eager_reason}"
         ]
 
     def prepare(self, optimizer: Optimizer) -> None:
@@ -81,11 +83,17 @@ class OptimizerPart:
         self.eager_reason = error.reason
         self.let_go()
         is_done = "forward_backward" in error.remedy  # to step eagerly is the remedy
-        self._announce(
+        self._untold = (
             "Forward and backward are captured from now on, and the optimizer steps eagerly:"
             f" {error.reason}" + ("" if is_done else f" Remedy: {error.remedy}")
         )
         return True
+
+    def captured(self) -> None:
+        """Announce, once a smaller part of the step has a graph, that the optimizer steps eagerly."""
+        if self._untold:
+            self._announce(self._untold)
+        self._untold = ""
 
     def agree(self, agreement: Agreement) -> None:
         """Let the optimizer step eagerly in all processes or none. All call this before the first step.

@@ -19,8 +19,9 @@ from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.checks.audit.host_lines import line_that_returns_none
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.refusals.first_refusal import going_on
+from lightning_cudagraph.device.refusals.host_reads import SKIP
 from lightning_cudagraph.device.sentry.compiled import recompilation
-from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError, see
+from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, names_a_class, value_of
 from lightning_cudagraph.timing.events.marks import StepMarks
@@ -187,14 +188,14 @@ class Recorder:
         }
 
     def returned_none(self) -> UnsupportedError:
-        return UnsupportedError(
+        error = UnsupportedError(
             f"`{type(self._module).__qualname__}.training_step` returned None to skip the batch; a"
             " graph cannot skip.",
-            "Return the loss of every batch, and let a fused Adam or AdamW skip its update where its"
-            " `found_inf` is 1, a buffer that the step writes, or `on_train_batch_start` if the batch's"
-            " number decides." + see("nan_checks"),
+            SKIP,
             location=line_that_returns_none(type(self._module).training_step),
         )
+        error.subject = SKIP  # as that of a branch on a tensor
+        return error
 
     @contextmanager
     def undone(self) -> Iterator[None]:
