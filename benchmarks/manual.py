@@ -157,7 +157,7 @@ def _batches() -> Callable[[], Any]:
 
 
 ROWS = {
-    name: Row(make, _batches, _READY_BATCHES)
+    name: Row(make, _batches, _READY_BATCHES, in_one_thread=make is WGANGP)
     for name, make in (("WGAN-GP", WGANGP), ("PPO", PPO), ("double Q-learning", QLearner))
 }
 

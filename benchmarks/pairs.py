@@ -34,6 +34,8 @@ class Row:
         ready_batches: number of distinct batches.
         buckets: what the callback pads batches to.
         arguments: of the Trainer.
+        in_one_thread: autograd uses one thread in both fits. With several, two plain fits with gradients
+            of gradients can differ in the last bits (docs/same_numbers.md).
     """
 
     make: Callable[[], pl.LightningModule]
@@ -41,6 +43,7 @@ class Row:
     ready_batches: int
     buckets: Buckets | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    in_one_thread: bool = False
 
 
 @dataclass
@@ -66,7 +69,8 @@ def train(row: Row, has_graphs: bool, batches: Iterable[Any]) -> tuple[list[Tens
     backend: Any = "auto" if has_graphs else "off"
     ours = CUDAGraphCallback(timings=None, pad_to=row.buckets, backend=backend)
     module = row.make()
-    with quiet_trainer([ours], **row.arguments) as trainer:
+    one_thread = torch.autograd.set_multithreading_enabled(not row.in_one_thread)
+    with one_thread, quiet_trainer([ours], **row.arguments) as trainer:
         trainer.fit(module, batches)
         states = [module.state_dict(), *(optimizer.state_dict() for optimizer in trainer.optimizers)]
     left = [leaf.detach().cpu() for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
