@@ -32,9 +32,8 @@ from lightning_cudagraph.trainer.config.padding import Padding
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
 from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, BackendName, Stage
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
-from lightning_cudagraph.trainer.manual.training import ManualTraining
-from lightning_cudagraph.trainer.runs import CapturedRuns
-from lightning_cudagraph.trainer.training.loop import GraphedTraining, is_in_fit
+from lightning_cudagraph.trainer.runs import CapturedRuns, Training
+from lightning_cudagraph.trainer.training.loop import is_in_fit
 
 _AUTOMATIC_LAYERS = LayerTimings()
 _DEFAULT_CHECKS = Verification()
@@ -70,7 +69,9 @@ class CUDAGraphCallback(Callback):
         scope: the captured part of a step. ``"step"``: everything from forward to the optimizer step.
             ``"forward_backward"``: clipping and the optimizer step run eagerly after the replay.
             ``"auto"``: ``"step"`` if possible, else ``"forward_backward"``, with the reason in the
-            report.
+            report. ``"modules"``: the calls of `modules` in `training_step`, with their backward passes;
+            the rest of the step runs eagerly.
+        modules: the names of the modules that ``scope="modules"`` captures, as in `named_modules()`.
         warmup_steps: number of training steps before the capture. None: 3, and in a `fit` of 1500 steps
             or more, on one GPU and without accumulation, up to 10 further steps as without this
             callback, measured for the first line of the report. With `DDPStrategy`, warm-up goes on
@@ -118,6 +119,7 @@ class CUDAGraphCallback(Callback):
         self,
         *,
         scope: Scope = "auto",
+        modules: Sequence[str] = (),
         warmup_steps: int | None = None,
         on_unsupported: Literal["raise", "eager"] = "raise",
         timings: LayerTimings | None = _AUTOMATIC_LAYERS,
@@ -132,6 +134,7 @@ class CUDAGraphCallback(Callback):
     ) -> None:
         check_arguments(
             scope=scope,
+            modules=modules,
             warmup_steps=warmup_steps,
             on_unsupported=on_unsupported,
             timings=timings,
@@ -145,6 +148,7 @@ class CUDAGraphCallback(Callback):
             streams=streams,
         )
         self.scope = scope
+        self.modules = tuple(modules)
         self.warmup_steps = warmup_steps
         self.on_unsupported = on_unsupported
         self.timings = timings
@@ -340,9 +344,7 @@ class CUDAGraphCallback(Callback):
         """Begin a run with an empty summary."""
         self._summary, self._is_printed = RunSummary(), True
 
-    def _interrupt(
-        self, trainer: pl.Trainer, training: GraphedTraining | ManualTraining, stage: str
-    ) -> None:
+    def _interrupt(self, trainer: pl.Trainer, training: Training, stage: str) -> None:
         """End the graphs of a `fit`, because one of its hooks has called another method of the trainer.
 
         Raises:
@@ -363,7 +365,7 @@ class CUDAGraphCallback(Callback):
 
     def _finished(
         self,
-        training: GraphedTraining | ManualTraining,
+        training: Training,
         *notes: str,
         exception: BaseException | None = None,
     ) -> RunSummary:
@@ -411,6 +413,7 @@ class CUDAGraphCallback(Callback):
     def _settings(self) -> Settings:
         return Settings(
             scope=self.scope,
+            modules=self.modules,
             warmup_steps=self.warmup_steps or DEFAULT_WARMUP_STEPS,
             raise_unsupported=self.on_unsupported == "raise",
             timings=self.timings,

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.optim.outcomes import Flag
-from lightning_cudagraph.trainer.profilers import draws_late
+from lightning_cudagraph.trainer.common.profilers import draws_late
 from lightning_cudagraph.trainer.training.times import host_times
 from lightning_cudagraph.trainer.training.times.host_times import (
     DEVICE,

@@ -13,9 +13,15 @@ from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.trainer.evaluation import wording_of
+from lightning_cudagraph.trainer.parts.part import WORDING as MODULE
 
 ROOT = Path(lightning_cudagraph.__file__).parent
-WORDINGS = {"step": WORDING, "validate": wording_of("validation"), "test": wording_of("test")}
+WORDINGS = {
+    "step": WORDING,
+    "module": MODULE,
+    "validate": wording_of("validation"),
+    "test": wording_of("test"),
+}
 
 
 def _texts() -> list[str]:

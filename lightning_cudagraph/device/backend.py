@@ -72,6 +72,9 @@ class Backend(Protocol):
         see the Python code in them, and matrix products use the cuBLAS handle of this thread.
         """
 
+    def is_on_side_stream(self) -> bool:
+        """True if the current stream is the side stream: graphs are replayed in order there."""
+
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         """Capture the work of `body` without executing it.
 
@@ -88,8 +91,8 @@ class Backend(Protocol):
                 memory and random state are as before.
         """
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Capture into a pool of its own, in the `with` block."""
+    def apart(self, beside: Graph | None = None) -> contextlib.AbstractContextManager[None]:
+        """Capture into a pool of its own, or into that of another graph, in the `with` block."""
 
     def stay(self, graph: Graph) -> bool:
         """Capture from now on into a graph's pool; False if there are graphs in the present pool."""

@@ -70,7 +70,8 @@ def has_strides(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _past_aligned_bytes(tensor: Tensor) -> int:
+def past_aligned_bytes(tensor: Tensor) -> int:
+    """The bytes from an aligned address to that of a tensor."""
     # Kernels of a CPU do not depend on it. A batch that comes to a GPU from there is aligned.
     return tensor.data_ptr() % _ALIGNED_BYTES if tensor.is_cuda else 0
 
@@ -82,7 +83,7 @@ def alignment_bytes(tensor: Tensor) -> tuple[int, int]:
         The bytes past what sums read at once (0: aligned), and the power of two that the address is a
         multiple of, by which cuBLAS chooses (0: of 256).
     """
-    past = _past_aligned_bytes(tensor)
+    past = past_aligned_bytes(tensor)
     if past == 0:
         return 0, 0
     return past % max(_READ_BYTES, _READ_ELEMENTS * tensor.itemsize), past & -past
@@ -97,10 +98,21 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 def empty_strided(shape: Sequence[int], stride: Sequence[int], like: Tensor) -> Tensor:
     """Memory for these strides, with the alignment, dtype and device of a tensor."""
-    past = _past_aligned_bytes(like) // like.itemsize
+    return empty_past(past_aligned_bytes(like), shape, stride, like.dtype, like.device)
+
+
+def empty_past(
+    past_bytes: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Memory for these strides, so many bytes past an aligned address."""
+    past = past_bytes // dtype.itemsize
     if past == 0 or 0 in shape:
-        return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
-    memory = torch.empty(past + extent(shape, stride), dtype=like.dtype, device=like.device)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    memory = torch.empty(past + extent(shape, stride), dtype=dtype, device=device)
     return memory.as_strided(shape, stride, past)
 
 

@@ -177,7 +177,7 @@ def _attributes(tensor: Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if not name.startswith("_dynamo")}
 
 
-def _dressed(tensor: Tensor, like: Tensor) -> Tensor:
+def dressed(tensor: Tensor, like: Tensor) -> Tensor:
     """A tensor in the class of another one, with its attributes."""
     found = tensor if type(like) is Tensor else nn.Parameter(tensor, requires_grad=False)
     vars(found).update(vars(like))
@@ -201,7 +201,7 @@ class Loan:
             if not isinstance(leaf, Tensor):
                 return value(leaf)
             if id(leaf) not in aliases:
-                aliases[id(leaf)] = _dressed(leaf.detach(), leaf)
+                aliases[id(leaf)] = dressed(leaf.detach(), leaf)
             return aliases[id(leaf)]
 
         self.batch = map_leaves(batch, lent)
@@ -277,7 +277,7 @@ class StaticBatch:
                 self._paths[id(self._values[-1])] = path
                 return self._values[-1]
             if id(leaf) not in buffers:
-                buffers[id(leaf)] = _dressed(empty_like(leaf), leaf)
+                buffers[id(leaf)] = dressed(empty_like(leaf), leaf)
             return buffers[id(leaf)]
 
         self.batch = map_leaves(example, static)

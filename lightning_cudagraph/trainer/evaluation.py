@@ -41,11 +41,11 @@ from lightning_cudagraph.tensors.recomputed import Recomputed
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.trainer.common.captured_run import CapturedRun, gradient_of
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
+from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.config.support import Stage, check_evaluation
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.metrics.calls import Later
-from lightning_cudagraph.trainer.profilers import unprofiled
 
 # The one accumulation phase: evaluation has no gradients.
 _PLACE = AccumulationPhase(drops=True, steps=False)

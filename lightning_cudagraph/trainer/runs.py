@@ -18,14 +18,17 @@ from lightning_cudagraph.trainer.config.support import Stage, check_run, check_w
 from lightning_cudagraph.trainer.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.manual.training import ManualTraining
+from lightning_cudagraph.trainer.parts.training import PartsTraining
 from lightning_cudagraph.trainer.training.loop import GraphedTraining
+
+Training = GraphedTraining | ManualTraining | PartsTraining
 
 
 class CapturedRuns:
     """The objects of a callback that are bound to a trainer. All are released by `close`."""
 
     def __init__(self) -> None:
-        self.training: GraphedTraining | ManualTraining | None = None
+        self.training: Training | None = None
         self.evaluation: GraphedEvaluation | None = None
         self.processes: Distributed | None = None
         self.not_evaluated: UnsupportedError | None = None
@@ -61,20 +64,22 @@ class CapturedRuns:
         module: pl.LightningModule,
         settings: Settings,
         asked: Mapping[str, Any],
-    ) -> GraphedTraining | ManualTraining:
+    ) -> Training:
         """Begin the captured training of a `fit`, if all its processes can have the same."""
         processes = self.processes
         assert processes is not None
-        training: GraphedTraining | ManualTraining | None = None
+        training: Training | None = None
         refused: UnsupportedError | None = None
         try:
-            check_run(trainer, module)
+            check_run(trainer, module, is_whole=settings.scope != "modules")
             if processes.agreement is not None:
                 check_nccl(trainer.strategy.root_device)
             if asked["evaluation"] and settings.raise_unsupported:
                 check_where_evaluated(trainer)  # raise now, not after the first epoch
             backend = self.backend(trainer, asked["backend"])
-            if module.automatic_optimization:
+            if settings.scope == "modules":
+                training = PartsTraining(trainer, module, backend, settings)
+            elif module.automatic_optimization:
                 agreement, run = processes.agreement, processes.run
                 training = GraphedTraining(trainer, module, backend, settings, agreement, run)
             else:

@@ -15,6 +15,7 @@ from lightning_cudagraph.compat.features import (
     FP16,
     HELD_GRADIENTS,
     METRICS,
+    PARTS,
     REPLICAS,
     SEGMENTS,
     SHARDS,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import (
         TorchDispatchMode,
         _disable_current_modes,
+        _get_current_dispatch_mode,
         is_traceable_wrapper_subclass,
     )
     from torch.utils._pytree import (
@@ -73,7 +75,10 @@ _IMPORTED = {
     "_BaseDataLoaderIter": "torch.utils.data.dataloader._BaseDataLoaderIter",
     **{
         name: f"{_DISPATCH}.{name}"
-        for name in ("TorchDispatchMode", "_disable_current_modes", "is_traceable_wrapper_subclass")
+        for name in (
+            *("TorchDispatchMode", "_disable_current_modes", "_get_current_dispatch_mode"),
+            "is_traceable_wrapper_subclass",
+        )
     },
     **{
         name: f"{_TREES}.{name}"
@@ -127,7 +132,14 @@ _AUTOGRAD = (
     # Read from nodes by the probe above; older versions do not declare it here.
     PrivateName("torch.autograd.graph.Node._sequence_nr"),
     PrivateName("torch.autograd.Variable._execution_engine", (TIMES,)),
-    PrivateName("torch._C._current_graph_task_id", (TIMES,), lambda number: number() == -1),
+    PrivateName("torch._C._current_graph_task_id", (TIMES, PARTS), lambda number: number() == -1),
+    PrivateName("torch._C._are_functorch_transforms_active", (PARTS,), lambda active: active() is False),
+    PrivateName(
+        "torch._C._autograd._top_saved_tensors_default_hooks", (PARTS,), lambda top: top(True) is None
+    ),
+    PrivateName(f"{_DISPATCH}._get_current_dispatch_mode", (PARTS,), lambda mode: mode() is None),
+    PrivateName("torch.autograd.forward_ad._current_level", (PARTS,), lambda level: level == -1),
+    PrivateName("torch.nn.utils.parametrize._cache_enabled", (PARTS,), lambda depth: depth == 0),
     # Entered around a checkpointed function, and around its recomputation.
     *named("torch.utils.checkpoint", "_checkpoint_hook _recomputation_hook", TIMES),
     PrivateName("torch.utils.hooks.RemovableHandle", (TIMES,), _has_hook_tables),

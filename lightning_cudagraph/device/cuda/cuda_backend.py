@@ -103,6 +103,9 @@ class CudaBackend:
         finally:
             current.wait_stream(self._side_stream)
 
+    def is_on_side_stream(self) -> bool:
+        return self._current_stream() == self._side_stream
+
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         torch.cuda.synchronize(self.device)
         self._collect()
@@ -209,14 +212,18 @@ class CudaBackend:
             self._branches.begin()
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        with setting(self, _pool=torch.cuda.graph_pool_handle()):
+    def apart(self, beside: Graph | None = None) -> Iterator[None]:
+        pool = torch.cuda.graph_pool_handle() if beside is None else self._pool_of(beside)
+        with setting(self, _pool=pool):
             yield
+
+    def _pool_of(self, graph: Graph) -> Any:
+        return next(live.pool for live in self._live if live.graph is graph)
 
     def stay(self, graph: Graph) -> bool:
         if self._is_in_use(self._pool):
             return False
-        self._pool = next(live.pool for live in self._live if live.graph is graph)
+        self._pool = self._pool_of(graph)
         return True
 
     def _is_in_use(self, pool: Any) -> bool:

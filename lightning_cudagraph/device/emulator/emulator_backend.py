@@ -91,6 +91,9 @@ class EmulatorBackend:
         with set_multithreading_enabled(False):
             yield
 
+    def is_on_side_stream(self) -> bool:
+        return True
+
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         graph = EmulatedGraph(self.streams)
         undo = Undo(self.generators)
@@ -127,7 +130,7 @@ class EmulatorBackend:
         return graph, result
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self, beside: Graph | None = None) -> Iterator[None]:
         yield  # emulated graphs share no memory
 
     def stay(self, graph: Graph) -> bool:

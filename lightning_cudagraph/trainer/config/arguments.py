@@ -18,6 +18,7 @@ _CALLBACK = "CUDAGraphCallback"
 def check_arguments(
     *,
     scope: object,
+    modules: object,
     warmup_steps: object,
     timings: object,
     evaluation: object,
@@ -41,8 +42,12 @@ def check_arguments(
     if not isinstance(compile, bool):
         expected = "True, to compile the training step, or False"
         raise _wrong("compile", compile, expected)
-    if scope not in (scopes := ("auto", "step", "forward_backward")):
+    if scope not in (scopes := ("auto", "step", "forward_backward", "modules")):
         raise _wrong("scope", scope, f"one of {', '.join(map(repr, scopes))}")
+    are_names = isinstance(modules, (list, tuple)) and all(isinstance(name, str) for name in modules)
+    if not are_names or bool(modules) is not (scope == "modules"):
+        expected = 'names of modules with `scope="modules"`, such as `["encoder", "heads.0"]`; else none'
+        raise _wrong("modules", modules, expected)
     given = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
     check_shared_arguments(_CALLBACK, warmup_steps=given, **shared)
 

@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_cudagraph.capture.context import CaptureSettings
 from lightning_cudagraph.timing.layers.layers import LayerTimings
 
-Scope = Literal["auto", "step", "forward_backward"]
+Scope = Literal["auto", "step", "forward_backward", "modules"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +16,7 @@ class Settings(CaptureSettings):
     """The arguments of `CUDAGraphCallback`, which documents each."""
 
     scope: Scope
+    modules: tuple[str, ...] = ()
     timings: LayerTimings | None
     compile: bool = False
     measures_plain_steps: bool = False

@@ -93,13 +93,17 @@ def described_hook(owner: Any, name: str) -> str:
     return f"`{type(owner).__qualname__}.{name}`{where}"
 
 
-def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raise `UnsupportedError` for a run that is not known to have the same numbers with a graph."""
-    _check_placement(trainer)  # alone: of another strategy nothing else is known
+def check_run(trainer: pl.Trainer, module: pl.LightningModule, is_whole: bool = True) -> None:
+    """Raise `UnsupportedError` for a run that is not known to have the same numbers with a graph.
+
+    Args:
+        is_whole: whole steps are captured, with all modules and a `DistributedDataParallel` around them.
+    """
+    _check_placement(trainer, is_whole)  # alone: of another strategy nothing else is known
     refuse_together(
         lambda: _check_precision(trainer),
         lambda: _check_loop(trainer, module),
-        lambda: _check_modules(trainer, module),
+        lambda: _check_modules(trainer, module) if is_whole else None,
     )
 
 
@@ -123,14 +127,16 @@ def check_where_evaluated(trainer: pl.Trainer) -> None:
         )
 
 
-def _check_placement(trainer: pl.Trainer) -> None:
+def _check_placement(trainer: pl.Trainer, is_whole: bool = True) -> None:
     strategy = trainer.strategy
-    refuse_strategy(strategy)
+    if is_whole or not isinstance(strategy, DDPStrategy):
+        refuse_strategy(strategy)
     if isinstance(strategy, SingleDeviceStrategy):
         base: type = SingleDeviceStrategy
     elif isinstance(strategy, DDPStrategy):
         base = DDPStrategy
-        _check_ddp(strategy)
+        if is_whole:
+            _check_ddp(strategy)
     elif isinstance(strategy, ModelParallelStrategy):
         base = ModelParallelStrategy
         check_shards(trainer.lightning_module)
@@ -140,7 +146,8 @@ def _check_placement(trainer: pl.Trainer) -> None:
             " `lightning.pytorch`.",
             "Use Lightning's own.",
         )
-    check_replicas(strategy)
+    if is_whole:
+        check_replicas(strategy)
     for name in _STEP_METHODS:
         ours = type(getattr(strategy, name)) is MethodPatch
         if ours or not is_overridden(name, strategy, base):

@@ -39,6 +39,7 @@ from lightning_cudagraph.tensors.host_values import HostReads, value_of
 from lightning_cudagraph.tensors.writes import storage_id
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS, StepNumbers
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
@@ -54,7 +55,6 @@ from lightning_cudagraph.trainer.manual.surroundings import ManualOptimization
 from lightning_cudagraph.trainer.metrics.calls import Later
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
-from lightning_cudagraph.trainer.profilers import unprofiled
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
 _WORDING = Wording(

@@ -30,8 +30,12 @@ from lightning_cudagraph.timing.layers.layers import untimed_notes
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
+from lightning_cudagraph.trainer.common.profilers import (
+    around_replays,
+    profiler_notes,
+    progress_bar_notes,
+)
 from lightning_cudagraph.trainer.config.settings import Settings
-from lightning_cudagraph.trainer.profilers import around_replays, profiler_notes, progress_bar_notes
 from lightning_cudagraph.trainer.training.captured_step.compiled_step import (
     compile_step,
     is_step_compiled,

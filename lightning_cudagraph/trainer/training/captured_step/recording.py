@@ -28,9 +28,9 @@ from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
 from lightning_cudagraph.trainer.common.captured_run import Gradient, gradient_of
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
+from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS
 from lightning_cudagraph.trainer.config.support import check_optimizer_part
-from lightning_cudagraph.trainer.profilers import unprofiled
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
     HostBreak,
     StepBody,

@@ -12,8 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from lightning_cudagraph.trainer.common.profilers import draws_late
 from lightning_cudagraph.trainer.config.support import callbacks_of
-from lightning_cudagraph.trainer.profilers import draws_late
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
 from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
 from lightning_cudagraph.trainer.training.hooks.user_hooks import BEFORE_ARGUMENTS, is_known

@@ -44,9 +44,9 @@ from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.readings.windows import ReadingWindow
+from lightning_cudagraph.trainer.common.profilers import delay_notes
 from lightning_cudagraph.trainer.common.replicas import has_replicas
 from lightning_cudagraph.trainer.config.support import callbacks_of
-from lightning_cudagraph.trainer.profilers import delay_notes
 from lightning_cudagraph.trainer.training.times.host_times import HostTimes, host_lines
 
 # Key of the store under which the first process leaves the folder of its trace.

@@ -1,0 +1,1 @@
+"""Named modules as graphs with autograd; the rest of a step runs eagerly."""

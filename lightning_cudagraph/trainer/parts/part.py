@@ -1,0 +1,206 @@
+"""A captured module: each of its calls is a warm-up, a replay or eager."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_cudagraph.checks.guards.changes import Change
+from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
+from lightning_cudagraph.device.cuda.capture_errors import clear_frames
+from lightning_cudagraph.device.sentry.sentry import is_capturing
+from lightning_cudagraph.errors import (
+    CUDAGraphError,
+    StaleGraphError,
+    UnsupportedError,
+    VerificationError,
+    Wording,
+)
+from lightning_cudagraph.tensors.batch_signature import Signature
+from lightning_cudagraph.tensors.host_values import in_words
+from lightning_cudagraph.tensors.signatures import make_room
+from lightning_cudagraph.trainer.parts.calls import LEAVE_OUT, Call
+from lightning_cudagraph.trainer.parts.graph import PartGraph
+from lightning_cudagraph.trainer.parts.variant import PartsRun, Variant
+
+WORDING = Wording(
+    words={
+        "The training step": "The module",
+        "the training step": "the module",
+        "`batch[": "`call[",
+    }
+)
+# Changes in a row, each after fewer replays than this, after which a module is eager for good.
+_MAX_SHORT, _FEW_REPLAYS = 3, 8
+
+
+class Part:
+    """A module whose calls in training steps are replays, if they can be.
+
+    Attributes:
+        name: its name in the LightningModule.
+        replayed: number of calls that were replays.
+        warmed_up: number of warm-up calls.
+        eager: number of other eager calls, by reason.
+    """
+
+    def __init__(self, run: PartsRun, name: str, module: nn.Module) -> None:
+        self._run, self.name, self._module = run, name, module
+        self._forward: Callable[..., Any] = module.forward
+        self._parameters, self._modules = [*module.parameters()], [*module.modules()]
+        self._variants: dict[Signature, Variant] = {}
+        self._last: Variant | None = None
+        self._retired: list[PartGraph] = []
+        self._short = 0
+        self._given_up: str | None = None
+        self.replayed = self.warmed_up = self.captures = 0
+        self.eager: Counter[str] = Counter()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, in place of its `forward`."""
+        # Dynamo knows the answer, and compiles the plain call.
+        if torch.compiler.is_compiling() or not self._run.on.value or is_capturing():
+            return self._forward(*args, **kwargs)
+        if self._given_up is not None:
+            return self._eagerly(self._given_up, args, kwargs)
+        try:
+            if not self._run.backend.is_on_side_stream():
+                raise UnsupportedError("The module is called on a stream of the user's.", LEAVE_OUT)
+            device = self._run.backend.device
+            call = Call(args, kwargs, self._parameters, self._modules, device)
+            variant = self._variant(call)
+        except UnsupportedError as error:
+            return self._eagerly(self._unsupported(error), args, kwargs)
+        if variant.graphs and (change := variant.changed()):
+            self._drop(variant, change)
+        variant.begin()
+        if variant.refused is not None:
+            return self._refused(variant, variant.refused, args, kwargs)
+        if not variant.is_warm:
+            self.warmed_up += 1
+            return variant.warm_up(args, kwargs)
+        return self._captured(variant, call, args, kwargs)
+
+    def _variant(self, call: Call) -> Variant:
+        last = self._last
+        if last is not None and last.graphs and last.graphs[0].fits(call):
+            return last
+        signature = call.signature
+        if signature not in self._variants:
+            for forgotten in make_room(self._variants, lambda variant: not variant.graphs):
+                self._retired += forgotten.drop()
+            self._variants[signature] = Variant(self._run, self._module, self._forward, call)
+        self._last = self._variants[signature]
+        return self._last
+
+    def _captured(
+        self, variant: Variant, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Replay a call, with a graph that is not in use, or with a new one."""
+        graph = next((each for each in variant.graphs if not each.is_in_use), None)
+        if graph is None:
+            if sum(len(each.graphs) for each in self._variants.values()) >= self._max_graphs:
+                why = f"its {self._max_graphs} graphs were all in use, or of other signatures"
+                return self._eagerly(why, args, kwargs)
+            try:
+                graph = variant.capture(call)
+            except UnsupportedError as error:
+                return self._refused(variant, error, args, kwargs)
+            except CUDAGraphError:
+                raise
+            except Exception as error:
+                raised = f"{type(error).__name__} in the capture: {in_words(str(error))}"
+                clear_frames(error)
+            if graph is None:
+                # If user code raised it, this raises it again, with the usual effects.
+                returned = self._forward(*args, **kwargs)
+                found = UnsupportedError(f"The module raised {raised}; eagerly it did not.", LEAVE_OUT)
+                self._refused(variant, found)
+                return returned
+            self.captures += 1
+        try:
+            returned = variant.replay(graph, call)
+        except UnsupportedError as error:  # nothing of the call has happened
+            is_stale = isinstance(error, StaleGraphError) or bool(variant.guards.suspicion)
+            if not (is_stale and isinstance(error, VerificationError)):
+                return self._refused(variant, error, args, kwargs)
+            self._drop(variant, error.reason)
+            return self._eagerly(kind_of(error.reason), args, kwargs)
+        self.replayed += 1
+        return returned
+
+    def _refused(self, variant: Variant, error: UnsupportedError, *arguments: Any) -> Any:
+        """Leave the calls of a signature eager because of `error`, and make the one that is given."""
+        variant.refused = error
+        clear_frames(error)
+        self._retired += variant.drop()
+        reason = self._unsupported(error)
+        if arguments:
+            return self._eagerly(reason, *arguments)
+        self.eager[reason] += 1
+        return None
+
+    @property
+    def _max_graphs(self) -> int:
+        return self._run.settings.max_graphs
+
+    def _eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.eager[reason] += 1
+        return self._forward(*args, **kwargs)
+
+    def _unsupported(self, error: UnsupportedError) -> str:
+        """Raise if the module has had no graph, and the user wants that; return the reason otherwise."""
+        WORDING.rephrase(error)
+        if self._run.settings.raise_unsupported and not self.replayed:
+            error.what = f"`{self.name}`: {error.what}"
+            raise error
+        return error.reason
+
+    def _drop(self, variant: Variant, reason: str) -> None:
+        """Let go of graphs that a change has made invalid."""
+        few = sum(graph.replays for graph in variant.graphs) < _FEW_REPLAYS
+        self._retired += variant.drop()
+        self._parameters, self._modules = [*self._module.parameters()], [*self._module.modules()]
+        change = reason if isinstance(reason, Change) else Change(reason)
+        change.remedy = change.remedy or remedy_of(kind_of(change))
+        self._run.counts.recaptures.append(change)
+        self._short = self._short + 1 if few else 0
+        again = "and is captured again"
+        if self._short >= _MAX_SHORT:
+            self._given_up = f"given up after {self._short} captures that served few replays; {reason}"
+            again = "and is eager from now on"
+        self._run.announce(f"The graph of `{self.name}` is invalid {again}: {reason}.")
+
+    def suspect(self) -> None:
+        """Compare everything before the next replay."""
+        for variant in self._variants.values():
+            if variant.graphs:
+                variant.guards.suspect()
+
+    def sweep(self) -> None:
+        """Release graphs that are invalid and not in use any more."""
+        for graph in [each for each in self._retired if not each.is_in_use]:
+            self._retired.remove(graph)
+            graph.release()
+
+    def close(self) -> None:
+        """Release all graphs."""
+        for variant in self._variants.values():
+            self._retired += variant.drop()
+        for graph in self._retired:
+            graph.release()
+        self._variants, self._retired, self._last = {}, [], None
+
+    @property
+    def note(self) -> str:
+        """Its calls so far, for the report."""
+        counts = [(self.replayed, "replays"), (self.warmed_up, "in warm-up")]
+        said = [f"{number} {word}" for number, word in counts]
+        said += [f"{number} eager: {reason}" for reason, number in self.eager.most_common()]
+        if not (self.replayed or self.warmed_up or self.eager):
+            return f"`{self.name}`: not called in a step, or by compiled code alone"
+        return f"`{self.name}`: {self.captures} captures; calls: {'; '.join(said)}"

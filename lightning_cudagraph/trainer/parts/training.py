@@ -1,0 +1,164 @@
+"""Training with captured modules: the step itself runs as without this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
+from lightning_cudagraph.compat.attributes import setting
+from lightning_cudagraph.compat.features import PARTS
+from lightning_cudagraph.compat.method_patches import patch_method
+from lightning_cudagraph.compat.tables import notes_of_captures, require
+from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
+from lightning_cudagraph.timing.output.stages import StageSummary
+from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
+from lightning_cudagraph.trainer.config.settings import Settings
+from lightning_cudagraph.trainer.parts.part import Part
+from lightning_cudagraph.trainer.parts.variant import PartsRun
+from lightning_cudagraph.trainer.training.times.run_times import ended_by
+
+
+class PartsTraining:
+    """One `fit` with graphs of modules.
+
+    Raises:
+        UnsupportedError: if modules of this configuration cannot be captured.
+        ConfigurationError: if there is no module of a name.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, module: pl.LightningModule, backend: Backend, settings: Settings
+    ) -> None:
+        require(PARTS)
+        modules = _named(module, settings.modules)
+        if settings.compile:
+            raise UnsupportedError(
+                "`compile=True` compiles the whole step, and modules with it.", "Leave it out."
+            )
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            name = type(trainer.strategy).__qualname__
+            raise UnsupportedError(
+                f"Modules are not captured by themselves with `{name}`: weights are sharded.",
+                'Pass `scope="auto"`.',
+            )
+        for part in modules.values():
+            refuse_unsupported_modules(part)
+            refuse_replaced_methods(part, None, settings.harmless, "forward")
+        self._trainer = trainer
+        self._patches = ExitStack()
+        announce = lambda text: rank_zero_info(f"lightning_cudagraph: {text}")  # noqa: E731
+        self._run = PartsRun(trainer, backend, settings, announce)
+        self._parts = [Part(self._run, name, part) for name, part in modules.items()]
+        self._modules = [*modules.values()]
+
+    @property
+    def is_in_step(self) -> bool:
+        """True while a step is under way."""
+        return self._run.on.value
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes on features that are off."""
+        return notes_of_captures(self._run.backend.device)
+
+    @property
+    def stage(self) -> StageSummary:
+        """Counts of the steps so far."""
+        return StageSummary.of(self._run.counts, self._run.verifier.checked)
+
+    def install(self) -> None:
+        """Install all patches."""
+        loop = self._trainer.fit_loop.epoch_loop
+        for owner in (loop.automatic_optimization, loop.manual_optimization):
+            patch_method(owner, "run", partial(self._optimization, owner.run), self._patches)
+        for part, module in zip(self._parts, self._modules, strict=True):
+            patch_method(module, "forward", part, self._patches)
+
+    def _optimization(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the step of a batch on the side stream, where modules are captured."""
+        for part in self._parts:
+            part.sweep()
+        self._run.step += 1
+        before = self._counted()
+        with setting(self._run.on, value=True), self._run.backend.on_side_stream():
+            done = run(*args, **kwargs)
+        self._count(before)
+        return done
+
+    def _counted(self) -> list[tuple[int, int, dict[str, int]]]:
+        return [(part.warmed_up, part.replayed, dict(part.eager)) for part in self._parts]
+
+    def _count(self, before: list[tuple[int, int, dict[str, int]]]) -> None:
+        """Count a step by the calls in it: one that is not a replay counts for all."""
+        counts, now = self._run.counts, self._counted()
+        for part, (_, _, was), (_, _, found) in zip(self._parts, before, now, strict=True):
+            if reason := next((why for why in found if found[why] > was.get(why, 0)), None):
+                counts.note_eager(f"a call of `{part.name}`: {reason}")
+                return
+        if any(was[0] < found[0] for was, found in zip(before, now, strict=True)):
+            counts.warmed_up += 1
+        elif any(was[1] < found[1] for was, found in zip(before, now, strict=True)):
+            counts.replayed += 1
+        else:
+            counts.note_eager("no captured module was called")
+
+    def suspect(self) -> None:
+        """Compare everything before the next replay: code other than training steps has run."""
+        self._run.verifier.pause()
+        for part in self._parts:
+            part.suspect()
+
+    def leave(self) -> None:
+        """Do nothing: graphs of evaluation share no memory with these."""
+
+    def finish(
+        self, summary: RunSummary, notes: Sequence[str] = (), exception: BaseException | None = None
+    ) -> RunSummary:
+        """Complete the summary of the run."""
+        said = [f"captured are modules, and the rest of a step is eager. {self._parts[0].note}"]
+        said += [part.note for part in self._parts[1:]]
+        if self._run.settings.timings is not None:
+            said.append('layers are not timed with `scope="modules"`')
+        said += [*self._run.verifier.notes, *self.notes, *notes]
+        ended = ended_by(self._trainer, exception)
+        return replace(summary, fit=self.stage, notes=tuple(said), ended=ended)
+
+    def close(self) -> None:
+        """Undo all patches, and release the graphs and their memory."""
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.callback(part.close)
+            stack.callback(self._patches.close)
+
+
+def _named(module: pl.LightningModule, names: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules of these names."""
+    known = dict(module.named_modules())
+    found: dict[str, nn.Module] = {}
+    for name in names:
+        if name not in known or not name:
+            children = ", ".join(f"`{child}`" for child, _ in module.named_children()) or "none"
+            raise ConfigurationError(
+                f"`CUDAGraphCallback(modules=[...])`: there is no module `{name}`; expected names as in"
+                f" `named_modules()`. The first ones are {children}."
+            )
+        for other, there in found.items():
+            inner = {id(each) for each in there.modules()} & {id(e) for e in known[name].modules()}
+            if inner:
+                raise ConfigurationError(
+                    f"`CUDAGraphCallback(modules=[...])`: `{name}` and `{other}` are one module, or have"
+                    " one in common; expected each module in one of them. Name the outer one."
+                )
+        found[name] = known[name]
+    return found

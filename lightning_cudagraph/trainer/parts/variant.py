@@ -1,0 +1,250 @@
+"""The calls of a module with one signature: their warm-up, their graphs, and the guards on these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from time import perf_counter
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
+from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
+from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
+from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.compat.attributes import OfThread, setting
+from lightning_cudagraph.device.backend import Backend, Graph
+from lightning_cudagraph.device.sentry.compiled import CompiledCode
+from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
+from lightning_cudagraph.tensors.batch import KEEP_GRADIENT
+from lightning_cudagraph.tensors.batch_signature import Signature
+from lightning_cudagraph.trainer.common.host_rules import (
+    OWN_ATTRIBUTES,
+    RUN_STATE,
+    host_rules,
+    outside_of_model,
+)
+from lightning_cudagraph.trainer.config.settings import Settings
+from lightning_cudagraph.trainer.parts.calls import LEAVE_OUT, Call, tensors_of
+from lightning_cudagraph.trainer.parts.gradients import Arrival
+from lightning_cudagraph.trainer.parts.graph import PartGraph
+from lightning_cudagraph.trainer.parts.node import NO_SECOND
+from lightning_cudagraph.trainer.parts.refusals import refuse_shared_memory
+
+T = TypeVar("T")
+
+# Of a LightningModule inside: a replay logs nothing.
+_LOGGING = {
+    function.__code__: (f"self.{function.__name__}", "Return the value, and log it in `training_step`.")
+    for function in (pl.LightningModule.log, pl.LightningModule.log_dict)
+}
+_ALONE = "a module that is captured by itself"
+
+
+def _none(module: nn.Module) -> bool:
+    """False: a metric in a captured module would be called in no replay."""
+    return False
+
+
+@dataclass
+class PartsRun:
+    """The state that all captured modules of a `fit` share.
+
+    Attributes:
+        on: a training step is under way, and no call of one of the modules that is watched.
+        step: the number of the step.
+    """
+
+    trainer: pl.Trainer
+    backend: Backend
+    settings: Settings
+    announce: Callable[[str], None]
+    counts: StepCounts = field(default_factory=StepCounts)
+    on: OfThread[bool] = field(default_factory=lambda: OfThread(False))
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        verify = self.settings.verify
+        self.verifier = Verifier(
+            self.backend, verify.replays, verify.every_n_steps, budget=verify.budget
+        )
+        rules = host_rules(self.trainer, self.settings.harmless, _none)
+        self._rules = replace(rules, refused={**rules.refused, **_LOGGING})
+        self._carried = ReboundAttributes(nn.Module(), self.backend.device, frozenset(), _none)
+
+    def guards(self, module: nn.Module) -> Guards:
+        """New guards on what graphs of a module bake in."""
+        trainer = self.trainer
+        return Guards(
+            module,
+            GuardedValues(dict, dict),
+            Unguarded(OWN_ATTRIBUTES | self.settings.harmless, stops=RUN_STATE),
+            OutsideModel({"trainer": trainer}, roots=lambda: outside_of_model(trainer)),
+        )
+
+    @contextmanager
+    def audited(self, module: nn.Module, guards: Guards) -> Iterator[None]:
+        """Context of a module in a capture, which refuses what a replay would not repeat."""
+        with ExitStack() as stack:
+            if is_in_group():
+                stack.enter_context(CollectiveRules(_ALONE, LEAVE_OUT))
+            audit = frozen_python_audit(module, self.trainer, self.backend.device, self._rules)
+            mentioned = stack.enter_context(audit).mentioned
+            guards.mentioned.append(mentioned)
+            stack.enter_context(self._carried.inside(lambda: ""))
+            yield
+            if "retain_grad" in mentioned.users:
+                raise CaptureError("The module calls `retain_grad()`.", KEEP_GRADIENT)
+
+
+class Variant:
+    """The calls of a module with one signature.
+
+    Attributes:
+        graphs: those of the first, second, ... call in use at a time.
+        refused: why its calls are eager for good; None if they are not.
+    """
+
+    def __init__(self, run: PartsRun, module: nn.Module, forward: Callable[..., Any], call: Call):
+        self._run, self._module, self._forward = run, module, forward
+        self.signature: Signature = call.signature
+        self.graphs: list[PartGraph] = []
+        self.refused: UnsupportedError | None = None
+        self._compiled = CompiledCode()
+        self._arrivals: dict[int, Arrival] = {}
+        self._step, self._position, self._steps = -1, 0, 0
+
+    @cached_property
+    def guards(self) -> Guards:
+        """The guards on its graphs; made when the warm-up ends."""
+        return self._run.guards(self._module)
+
+    def changed(self) -> str | None:
+        """The first change since the captures, in words; None if there is none."""
+        if change := self.guards.changed():
+            return change
+        moved = self._run.backend.host_value_moved()
+        return "a tensor in host memory, which a graph has as a number, changed" if moved else None
+
+    def take(self) -> None:
+        """Take what the captures have baked in, to find changes."""
+        self.guards.take()
+
+    def begin(self) -> None:
+        """Count a call."""
+        if self._step != self._run.step:
+            self._step, self._position = self._run.step, 0
+            self._steps += 1
+        else:
+            self._position += 1
+        self.refused = self.refused or next((g.refused for g in self.graphs if g.refused), None)
+
+    @property
+    def is_warm(self) -> bool:
+        """True if there have been enough steps with such calls before this one."""
+        return self._steps > self._run.settings.warmup_steps
+
+    def warm_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module eagerly. In the last step of the warm-up, note what it does.
+
+        Calls of a signature that comes seldom take no longer than without this package.
+        """
+        if self._steps < self._run.settings.warmup_steps:
+            return self._forward(*args, **kwargs)
+        guards = self.guards
+        guards.effects.kind = self.signature, None
+        with ExitStack() as stack:
+            stack.enter_context(setting(self._run.on, value=False))
+            stack.enter_context(self._run.backend.generators.learning())
+            stack.enter_context(guards.effects.watched())
+            stack.enter_context(self._compiled.noticed())
+            returned = self._forward(*args, **kwargs)
+        self._await_gradients(returned)
+        return returned
+
+    def _await_gradients(self, returned: Any) -> None:
+        """Note the form of the gradients that come to what the module returned."""
+        with_grad = [output for output in tensors_of(returned) if output.requires_grad]
+        arrived: list[Tensor | None] = [None] * len(with_grad)
+        for index, output in enumerate(with_grad):
+            output.register_hook(partial(self._note, arrived, self._position, index))
+
+    def _note(self, arrived: list[Any], position: int, index: int, gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.refused = UnsupportedError(*NO_SECOND)
+        arrived[index] = gradient.detach()
+        self._arrivals[position] = Arrival.of(arrived, self._run.backend.device)
+
+    def capture(self, call: Call) -> PartGraph:
+        """Capture a call.
+
+        Raises:
+            UnsupportedError: if no graph can hold it.
+        """
+        if self._compiled.is_called:
+            raise UnsupportedError("The module calls compiled code.", LEAVE_OUT)
+        others = [*self._arrivals.values()]  # of calls of the same step, if not of this one
+        arrival = self._arrivals.get(self._position, others[0] if others else None)
+        graph = PartGraph(self._run.backend, self._module, self._forward, call, self)
+        graph.capture(arrival if arrival is not None and arrival.is_plain else None)
+        self.graphs.append(graph)
+        self._run.counts.captures += 1
+        return graph
+
+    def record(self, body: Callable[[], T], beside: Graph | None) -> tuple[Graph, T, bool]:
+        """Capture a part of a call, and refuse what a replay would not repeat.
+
+        Args:
+            body: the part.
+            beside: the graph of the part before it.
+
+        Returns:
+            The graph, what `body` returns, and True if it has called user code.
+        """
+        run, guards = self._run, self.guards
+        before = len(guards.mentioned)
+        started_s = perf_counter()
+
+        def audited() -> T:
+            with run.audited(self._module, guards):
+                return body()
+
+        with ExitStack() as stack:
+            stack.enter_context(setting(run.on, value=False))
+            stack.enter_context(guards.effects.refused(guards.all_mentioned))
+            stack.enter_context(run.backend.apart(beside))
+            stack.enter_context(setting(run.backend, streams=1))
+            graph, found = run.backend.capture(audited)
+        run.counts.capture_ms += (perf_counter() - started_s) * 1e3
+        run.counts.memory_bytes = run.backend.graph_bytes()
+        return graph, found, any(names.users_code for names in guards.mentioned[before:])
+
+    def replay(self, graph: PartGraph, call: Call) -> Any:
+        """Replay a call, which is verified first if that is due.
+
+        Raises:
+            VerificationError: if the replay differs from an eager pass. Nothing has happened then.
+        """
+        guards, verifier = self.guards, self._run.verifier
+        refuse_shared_memory(call.tensors, graph.written)
+        if guards.suspicion or verifier.due(graph, graph.replays, graph.is_unproved):
+            with setting(self._run.on, value=False):
+                graph.check(call, verifier, guards.suspicion, guards.effects)
+            guards.clear_suspicion()
+        return graph.replay(call)
+
+    def drop(self) -> list[PartGraph]:
+        """Let go of all graphs, of which some may be in use; calls warm up again."""
+        graphs, self.graphs = self.graphs, []
+        if graphs:
+            self.guards.drop()
+        self._arrivals.clear()
+        self._steps = 0
+        return graphs
