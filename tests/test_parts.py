@@ -87,8 +87,8 @@ class Dynamic(Net):
         {},
         {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
         {"precision": "bf16-mixed"},
-        {"precision": "bf16-true"},
-        {"precision": "64-true"},
+        pytest.param({"precision": "bf16-true"}, marks=pytest.mark.long),
+        pytest.param({"precision": "64-true"}, marks=pytest.mark.long),
     ],
     ids=["plain", "accumulation", "bf16", "bf16-true", "64-true"],
 )
@@ -491,14 +491,14 @@ class Writes(Dynamic):
         self.reads, self.counts, self.keeps = ReadsHost(), Counts(), Keeps()
         self.outside, self.logs, self.measures = UsesOutside(), Logs(), Measures()
         self.logs.owner = [self]
-        self.hooks, self.retains, self.leaf = Hooks(), Retains(), MakesLeaf()
+        self.hooks, self.retains, self.leaf, self.gives = Hooks(), Retains(), MakesLeaf(), Gives()
 
     def logits(self, x: Tensor, batch_idx: int) -> Tensor:
         self.outside.scale = self.head.bias.sum()
         h = self.writes(self.returns(x).clone())
         one, two = self.shares(h)
         h = self.counts(self.reads(self.logs(one + two))) + self.measures(x)
-        h = self.features(h) + self.leaf(x[:, :1])
+        h = self.features(h) * self.gives() + self.leaf(x[:, :1])
         kept = self.keeps(h)
         logits = self.head(self.outside(self.retains(self.hooks(kept))))
         kept.register_hook(lambda gradient: gradient * (1.0 if self.hooks.training else 2.0))
@@ -539,6 +539,15 @@ class Retains(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x.retain_grad()
         return x * 2
+
+
+class Gives(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(24))
+
+    def forward(self) -> Tensor:
+        return self.weight
 
 
 class MakesLeaf(nn.Module):
@@ -589,6 +598,7 @@ REFUSED = {
     "hooks": "registers a hook with an argument",
     "retains": "`retain_grad\\(\\)`",
     "leaf": "a leaf that requires a gradient",
+    "gives": "The module returns a parameter",
     "measures": "of `metric`|of the `MeanMetric`",
     "outside": "requires a gradient, and is neither|scale",
 }
@@ -601,6 +611,8 @@ def test_what_no_graph_can_hold_is_eager(tmp_path: Path, accelerator: str) -> No
         assert "0 replays" in said, said
         assert re.search(reason, said), said
     assert "18 replays" in note(run, "features")
+    assert run.module is not None
+    assert not run.module.gives.weight._backward_hooks
 
 
 @pytest.mark.parametrize("name", ["writes", "counts"])
@@ -627,7 +639,7 @@ class Scales(torch.autograd.Function):
 
 
 class Between(Dynamic):
-    """The factor is another one in the backward pass, at first in each step, then in each epoch."""
+    """The factor is another one in the backward pass, between two calls, and in each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -635,7 +647,9 @@ class Between(Dynamic):
 
     def logits(self, x: Tensor, batch_idx: int) -> Tensor:
         Scales.factor = 1.0 + self.current_epoch // 2
-        hidden = self.moves(self.lasts(self.features(x)))
+        hidden = self.lasts(self.features(x))
+        Scales.factor += 0.5 * (self.global_step == 12)
+        hidden = self.moves(self.lasts(hidden))
         hidden.register_hook(self.moved)
         return self.head(hidden)
 
@@ -953,7 +967,7 @@ class Own(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_backward_pass_inside_is_eager(tmp_path: Path, accelerator: str, accumulate: int) -> None:
     kwargs: dict[str, Any] = {"on_unsupported": "eager", "accumulate_grad_batches": accumulate}
     run = runs(tmp_path, OwnBackward, ["own", "head"], accelerator, **kwargs)
@@ -1024,7 +1038,7 @@ class EarlyExitOfSamples(EarlyExit):
     [
         (Experts, ["features", "router", "experts.0", "experts.1", "experts.2", "head"]),
         (Detector, ["features", "box_head"]),
-        (EarlyExit, ["features", "more", "exit", "head"]),
+        pytest.param(EarlyExit, ["features", "more", "exit", "head"], marks=pytest.mark.long),
         (EarlyExitOfSamples, ["features", "more", "exit", "head"]),
     ],
 )

@@ -79,6 +79,7 @@ class PartGraph:
     Attributes:
         written: the tensors older than the captures that the module writes.
         replays: the number of forward replays.
+        has_changed: a change has been found of what it has baked in.
         is_unproved: a backward graph has been captured since the last check.
         refused: why later calls are eager, found in a backward pass; None if they are not.
     """
@@ -102,7 +103,7 @@ class PartGraph:
         self._leaves = tensors_of(self._loan.batch)
         self._graphs: list[Graph] = []
         self._backwards: dict[Arrival, _Backward] = {}
-        self.is_unproved = False
+        self.has_changed = self.is_unproved = False
         self._use: weakref.ref[Use] | None = None
         self._tape = OpTape()
         self.written: list[Tensor] = []
@@ -239,7 +240,7 @@ class PartGraph:
         if found is not None and not found.calls_user_code:
             return found
         with self._forward_mode.entered():
-            has_changed = self._recording.changed()
+            has_changed = self.has_changed or self._recording.changed()
         if found is not None and not has_changed:
             return found
         if not arrival.is_plain:

@@ -171,7 +171,7 @@ class Variant:
 
     def _await_gradients(self, returned: Any) -> None:
         """Note the form of the gradients that come to what the module returned."""
-        with_grad = [output for output in tensors_of(returned) if output.requires_grad]
+        with_grad = [output for output in tensors_of(returned) if output.grad_fn is not None]
         arrived: list[Tensor | None] = [None] * len(with_grad)
         for index, output in enumerate(with_grad):
             output.register_hook(partial(self._note, arrived, self._position, index))
@@ -245,6 +245,8 @@ class Variant:
         graphs, self.graphs = self.graphs, []
         if graphs:
             self.guards.drop()
+        for graph in graphs:
+            graph.has_changed = True
         self._arrivals.clear()
         self._steps = 0
         return graphs
