@@ -639,7 +639,7 @@ class Scales(torch.autograd.Function):
 
 
 class Between(Dynamic):
-    """The factor is another one in the backward pass, between two calls, and in each epoch."""
+    """The factor is another one in the backward pass, between two calls, and from epoch to epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -654,7 +654,7 @@ class Between(Dynamic):
         return self.head(hidden)
 
     def moved(self, gradient: Tensor) -> None:
-        Scales.factor += 0.5 * (self.current_epoch == 0)
+        Scales.factor += 0.5 * (self.current_epoch == 3)
 
 
 class Backwards(nn.Module):
