@@ -130,7 +130,7 @@ def _has_hook_tables(handle: Any) -> bool:
 _AUTOGRAD = (
     PrivateName("torch.autograd._get_sequence_nr", (TIMES,), _counts_nodes),
     # Read from nodes by the probe above; older versions do not declare it here.
-    PrivateName("torch.autograd.graph.Node._sequence_nr"),
+    PrivateName("torch.autograd.graph.Node._sequence_nr", (PARTS,)),
     PrivateName("torch.autograd.Variable._execution_engine", (TIMES,)),
     PrivateName("torch._C._current_graph_task_id", (TIMES, PARTS), lambda number: number() == -1),
     PrivateName("torch._C._are_functorch_transforms_active", (PARTS,), lambda active: active() is False),
