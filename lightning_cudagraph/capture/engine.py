@@ -228,7 +228,8 @@ class StepEngine(Generic[T]):
         self._copies.put_back()
         # On the side stream: autograd nodes keep the stream on which they were made, and a node of the
         # default stream would break a later capture.
-        with self._backend.on_side_stream(), self._copies.noting_made(step.parameters):
+        noting = self._copies.noting_made(step.parameters, step.are_added_to)
+        with self._backend.on_side_stream(), noting:
             step.run()
         return Phase.EAGER, None
 
@@ -248,7 +249,7 @@ class StepEngine(Generic[T]):
                 stack.enter_context(self._backend.generators.learning())
             stack.enter_context(step.learning())
             stack.enter_context(self._compiled.noticed())
-            stack.enter_context(self._copies.noting_made(step.parameters))
+            stack.enter_context(self._copies.noting_made(step.parameters, step.are_added_to))
             is_at_its_end = self.graphs.is_timed(signature) and self._warm_ups.is_at_its_end(
                 signature, step.accumulation
             )

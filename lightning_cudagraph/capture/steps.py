@@ -165,6 +165,11 @@ class Step(Replay[T], ABC):
         return False
 
     @property
+    def are_added_to(self) -> bool:
+        """False if no later step adds to the gradients that this one makes."""
+        return True
+
+    @property
     def timed_instances(self) -> tuple[bool, ...]:
         """For each capture instance, True if it has timing events."""
         return (False,)

@@ -28,7 +28,7 @@ from lightning_cudagraph.optim.compiled import is_in_compiled_code
 from lightning_cudagraph.optim.forms import HostSide, moving_values
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
-from lightning_cudagraph.tensors.host_values import HostValue, held
+from lightning_cudagraph.tensors.host_values import HostValue, held, value_of
 
 
 class _SharedOptimizer:
@@ -291,6 +291,7 @@ def _refuse_numbers_of_steps(optimizer: Optimizer) -> None:
     """Refuse learning rates that the step has computed from a number such as `batch_idx`."""
     for index, group in enumerate(optimizer.param_groups):
         if isinstance(group["lr"], HostValue):
+            value_of(group["lr"])  # a rate that a scheduler has moved refuses its reads
             of = f"the optimizer `{type(optimizer).__qualname__}`"
             refuse((error := option_error(f"param_groups[{index}]['lr']", of)), error.subject)
             group["lr"] = held(group["lr"])

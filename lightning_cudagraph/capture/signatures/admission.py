@@ -85,7 +85,7 @@ class Admission(Generic[T]):
             is_wanted = oldest is not None and has_come and came[0] > oldest.last_use
             return is_wanted and self._short_lives < _MAX_SHORT_LIVES
         if not self._graphs:
-            return has_come or not self._are_many or not warm_ups.is_new(signature)
+            return has_come or not self._are_many
         return has_come or (
             not warm_ups.is_new(signature) and warm_ups.left(signature, accumulation) == 0
         )

@@ -389,6 +389,10 @@ class TrainingStep(TrainingReplay, Step[StepOutputs]):
         return self.steps._run.trainer.accumulate_grad_batches > 1
 
     @property
+    def are_added_to(self) -> bool:
+        return self.in_window or self.steps._run.hooks.leave_gradients
+
+    @property
     def timed_instances(self) -> tuple[bool, ...]:
         run = self.steps._run
         return run.times.timed_instances(self.accumulation, run.trainer.accumulate_grad_batches)
