@@ -52,7 +52,7 @@ def _guards(model: nn.Module, **external: Any) -> Guards:
     values = GuardedValues(_no_state, _no_state)
     unguarded = Unguarded(frozenset(vars(nn.Module())))
     guards = Guards(model, values, unguarded, OutsideModel(**external))
-    guards.take()
+    guards.take(model)
     assert guards.changed() is None
     return guards
 
@@ -360,7 +360,7 @@ def test_quick_values_are_put_into_words() -> None:
     other = [0]
     values = GuardedValues(lambda: dict(settings), _no_state, lambda: (*settings.values(), *other))
     guards = Guards(_Layers(), values, Unguarded(), OutsideModel())
-    guards.take()
+    guards.take(guards)
     settings["the momentum"] = 0.8
     assert guards.changed() == "the momentum changed from 0.9 to 0.8"
     settings["the momentum"] = 0.9

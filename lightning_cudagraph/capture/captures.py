@@ -304,7 +304,7 @@ class Captures(Generic[T]):
             raise
         captured = made[0]
         self._run.carried.keep(self._guards.readable())
-        self._guards.take()
+        self._guards.take(captured)
         return captured
 
     def _captured(self, step: Step[T], signature: Signature) -> CapturedStep[T]:

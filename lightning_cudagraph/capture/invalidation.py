@@ -50,6 +50,14 @@ class Invalidation(Generic[T]):
         elif self._is_gradient_kept(self._is_after_pause):
             self._copy_out_from_now_on()
 
+    def drops_before_capture(self) -> bool:
+        """Compare everything, as a capture records all anew; return True if graphs were invalid."""
+        self._guards.suspect()
+        change = self._guards.changed()
+        if change:
+            self.drop(change)
+        return bool(change)
+
     def pause(self) -> None:
         """Note that user code may run before the next step."""
         self._after_pause = True
@@ -96,18 +104,17 @@ class Invalidation(Generic[T]):
         self.drop(change)
         return True
 
-    @property
-    def suspicion(self) -> str:
-        """A change that the step may depend on, so that the next replay is rechecked; empty if none."""
-        return self._guards.suspicion
+    def suspicion(self, captured: CapturedStep[T]) -> str:
+        """A change that a graph may depend on, so that its next replay is rechecked; empty if none."""
+        return self._guards.suspicions.of(captured)
 
     def effects_undone(self) -> AbstractContextManager[None]:
         """Undo the host effects of an eager step that is run for a verification."""
         return self._guards.effects.undone()
 
-    def clear_suspicion(self) -> None:
-        """Clear the suspicion, after a recheck that found the same numbers."""
-        self._guards.clear_suspicion()
+    def clear_suspicion(self, captured: CapturedStep[T]) -> None:
+        """Clear the suspicion against a graph, after a recheck that found the same numbers."""
+        self._guards.clear_suspicion(captured)
 
     def _copy_out_from_now_on(self) -> None:
         """Leave externally referenced gradients to user code, and copy gradients out from now on."""

@@ -48,7 +48,7 @@ class Plans(Generic[T]):
     def is_due(self, step: Replay[T], captured: CapturedStep[T]) -> bool:
         """True if the next replay must be verified."""
         is_due = self._verifier.due(captured, captured.n_replays, captured.is_unproved(step.timed))
-        return is_due or bool(self._invalidation.suspicion)
+        return is_due or bool(self._invalidation.suspicion(captured))
 
     def of_plain_replay(self, step: Replay[T], graphs: GraphsOfSignature[T]) -> CapturedStep[T] | None:
         """Return the captured step to replay by the fast path; None if more than a replay is due."""
@@ -109,6 +109,8 @@ class Plans(Generic[T]):
         else:
             left = self._warm_ups.left(signature, step.accumulation)
             if left > 0 or not self._is_settled() or self._graphs.maker(step) is NOT_YET:
+                return Intent.WARM_UP, "", signature, None
+            if self._invalidation.drops_before_capture():
                 return Intent.WARM_UP, "", signature, None
             return Intent.CAPTURE, "", signature, None
         if self.is_due(step, captured):

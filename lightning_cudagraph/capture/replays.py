@@ -87,7 +87,7 @@ class Replays(Generic[T]):
         timed = captured.kind_to_prove(step.timed)
         captured.adopt_gradients()
         before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
-        suspicion = self._invalidation.suspicion
+        suspicion = self._invalidation.suspicion(captured)
         try:
             state = step.all_state(captured.written)
             if captured.is_checked_apart:
@@ -110,7 +110,7 @@ class Replays(Generic[T]):
             else:
                 self._invalidation.unsupported(error)
             return None, error.reason
-        self._invalidation.clear_suspicion()
+        self._invalidation.clear_suspicion(captured)
         if captured.is_checked_apart:
             return self.replayed(step, captured), ""
         return self._done(captured, outputs), ""

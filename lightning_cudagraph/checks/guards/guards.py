@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from lightning_cudagraph.checks.audit.host_lines import first_line
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.structure import TABLES, Structure, described
+from lightning_cudagraph.checks.guards.suspicions import Suspicions
 from lightning_cudagraph.checks.guards.switches import global_switches
 from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage, namespace_of
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
@@ -36,8 +36,6 @@ from lightning_cudagraph.tensors.recomputed import recomputed_names
 
 _State = dict[str, Any]
 
-# After so many changes that checks found to have no effect, a part is not compared any more.
-_CHECKS_TO_CLEAR = 3
 _MAX_NAMED = 3  # in a note
 
 
@@ -101,7 +99,7 @@ class Guards:
 
     Attributes:
         mentioned: names that the captured steps mention; each adds its own before `take`.
-        suspicion: a change, in words, that only a check against an eager step can judge.
+        suspicions: changes that only checks against eager steps can judge.
     """
 
     def __init__(
@@ -113,9 +111,7 @@ class Guards:
         self._external = external
         self._quick_now: Callable[[], object] = values.quick or values.cheap
         self._walk: Walk | None = None
-        self._moved: list[Moved] = []
-        self._cleared: Counter[tuple[str, str]] = Counter()
-        self.suspicion = ""
+        self.suspicions = Suspicions()
         self._cheap: _State | None = None
         self._quick: object = None
         self._thorough: _State = {}
@@ -157,8 +153,15 @@ class Guards:
 
         return changes
 
-    def take(self) -> None:
-        self._take_walk()
+    def take(self, graph: object) -> None:
+        """Record what a new graph has baked in.
+
+        What has changed for older graphs is recorded anew, too, so everything is compared before.
+        """
+        self.suspicions.begin(graph)
+        self._walk = walk = self._walk_of(self.all_mentioned(), [], frozenset(self.suspicions.ignored))
+        walk.be_quick()
+        self._hidden = {p: m for p, m in walk.hidden.items() if not self._unguarded.stays_on_host(m)}
         self._reads = [(label, read, read()) for label, read in self.all_mentioned().reads.items()]
         self._structure = Structure(
             [self._model, *self._hidden.values()],
@@ -171,18 +174,10 @@ class Guards:
         self._thorough = self._thorough_state()
         self._suspect = False
 
-    def _take_walk(self) -> None:
-        irrelevant = {part for part, checks in self._cleared.items() if checks >= _CHECKS_TO_CLEAR}
-        self._walk = walk = self._walk_of(self.all_mentioned(), [], frozenset(irrelevant))
-        walk.be_quick()
-        self._hidden = {p: m for p, m in walk.hidden.items() if not self._unguarded.stays_on_host(m)}
-        self._moved, self.suspicion = [], ""
-
-    def clear_suspicion(self) -> None:
-        """Drop the suspicion: a check has found the step unchanged by it."""
-        if self.suspicion:
-            self._cleared.update({moved.part for moved in self._moved})
-            self._take_walk()
+    def clear_suspicion(self, graph: object) -> None:
+        """Clear the suspicion against a graph: a check has found it unchanged."""
+        if self.suspicions.clear(graph) and self._walk is not None:
+            self._walk.record_anew(frozenset(self.suspicions.ignored))
 
     def _walk_of(
         self, mentioned: MentionedNames, outside: list[Root], ignored: Collection[tuple[str, str]] = ()
@@ -290,7 +285,8 @@ class Guards:
         self._cheap = None
         self._structure = None
         self._reads, self._thorough, self._hidden = [], {}, {}
-        self._walk, self._moved, self.suspicion = None, [], ""
+        self._walk = None
+        self.suspicions.forget()
         self.effects.forget()
         self._watched = None
         self._moves.clear()
@@ -322,8 +318,9 @@ class Guards:
                 name = label.strip("`").rpartition(".")[2]
                 change.location = first_line(name, False, self.all_mentioned().users_code)
                 return change
-        if moved:
-            self._moved, self.suspicion = moved, moved[0].words
+        self.suspicions.add(moved)
+        for part in moved:
+            part.node.record_if_large()
         if self._structure.registered_hooks() or self._suspect:
             self._suspect = False
             return _first_difference(self._thorough, self._thorough_state())

@@ -17,7 +17,7 @@ import logging
 import operator
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from io import FileIO, TextIOWrapper
@@ -187,13 +187,26 @@ class Walk:
         if suspects and not found:
             ignored = self._scope.ignored
             if any((node.of, path) not in ignored for node in suspects for path in node.others()):
-                self._begin()  # enter the new objects, which can change by themselves
-                self.be_quick()
+                self.record_anew(ignored)  # enter the new objects, which can change by themselves
             elif moved:
                 quick.remember()
             else:
                 quick.dicts.remember(written)
         return found
+
+    def record_anew(self, ignored: Collection[tuple[str, str]]) -> None:
+        """Record what the roots reach now, but for large objects: these may not be compared yet.
+
+        Args:
+            ignored: parts that are not compared from now on.
+        """
+        large = {node.identity: node for node in self._quick.large}
+        self._scope = self._scope._replace(ignored=ignored)
+        self._begin()
+        for node in self._nodes:
+            if (before := large.get(node.identity)) is not None:
+                node.parts, node.is_large = before.parts, True
+        self.be_quick()
 
     def be_quick(self) -> None:
         """Prepare `quick_changes`: compare all parts at once in C from now on."""

@@ -47,10 +47,10 @@ class Recording(Protocol):
     def record(self, body: Callable[[], T], beside: Graph | None) -> tuple[Graph, T, bool]:
         """Capture `body`, into the pool of another graph; return True if it calls user code."""
 
-    def changed(self) -> str | None:
+    def changed(self, before_capture: bool) -> str | None:
         """The first change of what the captures have baked in, in words; None if there is none."""
 
-    def take(self) -> None:
+    def take(self, graph: PartGraph) -> None:
         """Take what the captures have baked in, to find changes."""
 
 
@@ -123,7 +123,7 @@ class PartGraph:
             self._loan.refuse_changes(self.written)
             if arrival is not None and self._pass.uses:
                 self._capture_backward(arrival)
-            self._recording.take()
+            self._recording.take(self)
         except BaseException:
             self.release()
             raise
@@ -240,7 +240,7 @@ class PartGraph:
         if found is not None and not found.calls_user_code:
             return found
         with self._forward_mode.entered():
-            has_changed = self.has_changed or self._recording.changed()
+            has_changed = self.has_changed or self._recording.changed(before_capture=found is None)
         if found is not None and not has_changed:
             return found
         if not arrival.is_plain:
@@ -253,7 +253,7 @@ class PartGraph:
             return None
         if not has_changed:  # else the next call finds it
             with self._forward_mode.entered():
-                self._recording.take()
+                self._recording.take(self)
         return found
 
     def check(self, call: Call, verifier: Verifier, suspicion: str, effects: Effects) -> None:

@@ -106,6 +106,9 @@ class Part:
             if sum(len(each.graphs) for each in self._variants.values()) >= self._max_graphs:
                 why = f"its {self._max_graphs} graphs were all in use, or of other signatures"
                 return self._eagerly(why, args, kwargs)
+            if variant.graphs and (change := variant.changed(before_capture=True)):
+                self._drop(variant, change)
+                return self._eagerly(kind_of(change), args, kwargs)
             try:
                 graph = variant.capture(call)
             except UnsupportedError as error:
@@ -125,7 +128,7 @@ class Part:
         try:
             returned = variant.replay(graph, call)
         except UnsupportedError as error:  # nothing of the call has happened
-            is_stale = isinstance(error, StaleGraphError) or bool(variant.guards.suspicion)
+            is_stale = isinstance(error, StaleGraphError) or bool(variant.guards.suspicions.of(graph))
             if not (is_stale and isinstance(error, VerificationError)):
                 return self._refused(variant, error, args, kwargs)
             self._drop(variant, error.reason)

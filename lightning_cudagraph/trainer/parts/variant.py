@@ -126,16 +126,22 @@ class Variant:
         """The guards on its graphs; made when the warm-up ends."""
         return self._run.guards(self._module)
 
-    def changed(self) -> str | None:
-        """The first change since the captures, in words; None if there is none."""
+    def changed(self, before_capture: bool = False) -> str | None:
+        """The first change since the captures, in words; None if there is none.
+
+        Args:
+            before_capture: compare everything, as a capture records all anew.
+        """
+        if before_capture:
+            self.guards.suspect()
         if change := self.guards.changed():
             return change
         moved = self._run.backend.host_value_moved()
         return "a tensor in host memory, which a graph has as a number, changed" if moved else None
 
-    def take(self) -> None:
+    def take(self, graph: PartGraph) -> None:
         """Take what the captures have baked in, to find changes."""
-        self.guards.take()
+        self.guards.take(graph)
 
     def begin(self) -> None:
         """Count a call."""
@@ -234,10 +240,11 @@ class Variant:
         """
         guards, verifier = self.guards, self._run.verifier
         refuse_shared_memory(call.tensors, graph.written)
-        if guards.suspicion or verifier.due(graph, graph.replays, graph.is_unproved):
+        suspicion = guards.suspicions.of(graph)
+        if suspicion or verifier.due(graph, graph.replays, graph.is_unproved):
             with setting(self._run.on, value=False):
-                graph.check(call, verifier, guards.suspicion, guards.effects)
-            guards.clear_suspicion()
+                graph.check(call, verifier, suspicion, guards.effects)
+            guards.clear_suspicion(graph)
         return graph.replay(call)
 
     def drop(self) -> list[PartGraph]:
