@@ -51,7 +51,11 @@ class Invalidation(Generic[T]):
             self._copy_out_from_now_on()
 
     def drops_before_capture(self) -> bool:
-        """Compare everything, as a capture records all anew; return True if graphs were invalid."""
+        """Drop graphs that anything has made invalid, before the record is that of a new graph.
+
+        Returns:
+            True if there were any.
+        """
         self._guards.suspect()
         change = self._guards.changed()
         if change:

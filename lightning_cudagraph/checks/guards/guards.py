@@ -112,6 +112,7 @@ class Guards:
         self._quick_now: Callable[[], object] = values.quick or values.cheap
         self._walk: Walk | None = None
         self.suspicions = Suspicions()
+        self._unseen: list[Moved] = []  # changes that the walk has recorded already
         self._cheap: _State | None = None
         self._quick: object = None
         self._thorough: _State = {}
@@ -156,7 +157,7 @@ class Guards:
     def take(self, graph: object) -> None:
         """Record what a new graph has baked in.
 
-        What has changed for older graphs is recorded anew, too, so everything is compared before.
+        For older graphs, too, this is the record from now on: everything must have been compared before.
         """
         self.suspicions.begin(graph)
         self._walk = walk = self._walk_of(self.all_mentioned(), [], frozenset(self.suspicions.ignored))
@@ -177,7 +178,7 @@ class Guards:
     def clear_suspicion(self, graph: object) -> None:
         """Clear the suspicion against a graph: a check has found it unchanged."""
         if self.suspicions.clear(graph) and self._walk is not None:
-            self._walk.record_anew(frozenset(self.suspicions.ignored))
+            self._unseen += self._walk.renew(frozenset(self.suspicions.ignored))
 
     def _walk_of(
         self, mentioned: MentionedNames, outside: list[Root], ignored: Collection[tuple[str, str]] = ()
@@ -285,7 +286,7 @@ class Guards:
         self._cheap = None
         self._structure = None
         self._reads, self._thorough, self._hidden = [], {}, {}
-        self._walk = None
+        self._walk, self._unseen = None, []
         self.suspicions.forget()
         self.effects.forget()
         self._watched = None
@@ -307,20 +308,24 @@ class Guards:
             return self._in_words(
                 function or "an object of the model, or an entry of `optimizer.state`, was replaced"
             )
-        changes = self._walk.quick_changes(everything=self._suspect)
+        changes = [*self._unseen, *self._walk.quick_changes(everything=self._suspect)]
         moved = [part for part in changes if not part.is_under(self._unguarded.names - TABLES)]
         # The step reads what lies under names that it mentions; a check has to judge all other changes.
         if (known := next((part for part in moved if part.is_read), None)) is not None:
+            self._unseen = [known]  # until the graphs are dropped
             return Change.of(known, self.all_mentioned().users_code)
+        self._unseen = []
+        if moved:
+            self.suspicions.add(moved)
+        for part in moved:
+            if part.node.is_large:  # else `Walk.renew` would find it once more
+                part.node.parts = part.node.read()
         for label, read, was in self._reads:
             if not same(was, now := read()):
                 change = Change(f"{label} changed{in_words(was, now)}")
                 name = label.strip("`").rpartition(".")[2]
                 change.location = first_line(name, False, self.all_mentioned().users_code)
                 return change
-        self.suspicions.add(moved)
-        for part in moved:
-            part.node.record_if_large()
         if self._structure.registered_hooks() or self._suspect:
             self._suspect = False
             return _first_difference(self._thorough, self._thorough_state())

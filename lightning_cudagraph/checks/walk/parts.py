@@ -79,16 +79,6 @@ class Node:
     def __post_init__(self) -> None:
         self.parts = self.read()
 
-    @property
-    def identity(self) -> tuple[int, int]:
-        """The identity of the object, the same in another walk as long as this node exists."""
-        return id(self.owner), id(self.holder)
-
-    def record_if_large(self) -> None:
-        """Record the parts of a large object: `Walk.record_anew` does not."""
-        if self.is_large:
-            self.parts = self.read()
-
     def ignores(self, label: Any) -> bool:
         is_private = PRIVATE in self.ignored and isinstance(label, str) and label.startswith("_")
         return is_private or label in self.ignored

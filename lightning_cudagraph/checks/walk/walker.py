@@ -187,26 +187,27 @@ class Walk:
         if suspects and not found:
             ignored = self._scope.ignored
             if any((node.of, path) not in ignored for node in suspects for path in node.others()):
-                self.record_anew(ignored)  # enter the new objects, which can change by themselves
+                found = self.renew(ignored)  # enter the new objects, which can change by themselves
             elif moved:
                 quick.remember()
             else:
                 quick.dicts.remember(written)
         return found
 
-    def record_anew(self, ignored: Collection[tuple[str, str]]) -> None:
-        """Record what the roots reach now, but for large objects: these may not be compared yet.
+    def renew(self, ignored: Collection[tuple[str, str]]) -> list[Moved]:
+        """Record what the roots reach now.
 
         Args:
             ignored: parts that are not compared from now on.
+
+        Returns:
+            The changes of large objects, which `quick_changes` may not have compared before.
         """
-        large = {node.identity: node for node in self._quick.large}
+        found = [change for node in self._quick.large for change in self._of(node)]
         self._scope = self._scope._replace(ignored=ignored)
         self._begin()
-        for node in self._nodes:
-            if (before := large.get(node.identity)) is not None:
-                node.parts, node.is_large = before.parts, True
         self.be_quick()
+        return found
 
     def be_quick(self) -> None:
         """Prepare `quick_changes`: compare all parts at once in C from now on."""

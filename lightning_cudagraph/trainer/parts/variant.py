@@ -130,7 +130,7 @@ class Variant:
         """The first change since the captures, in words; None if there is none.
 
         Args:
-            before_capture: compare everything, as a capture records all anew.
+            before_capture: compare everything, as the record is that of a new graph from then on.
         """
         if before_capture:
             self.guards.suspect()
