@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.errors import CaptureError
-from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+from tests.harness import BATCH_SIZE, Net, Trace, assert_same, differences, loader, make, train
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -423,6 +425,28 @@ class Defaults(Changing):
         self.trainer.optimizers[0].defaults["lr"] = 0.01
 
 
+class LargeAndEqual(Changing):
+    """A large array changes, and at the same time an equal list comes for another."""
+
+    def prepare(self) -> None:
+        self.rows, self.weights = np.ones(10_000), [0.5]
+
+    def factor(self) -> Any:
+        return float(self.rows[-1]) * self.weights[0]
+
+    def change(self) -> None:
+        self.rows[-1] = 3.0
+        self.weights = [0.5]
+
+
+class LargeAndCopied(LargeAndEqual):
+    """A large array changes, and an equal copy comes for it."""
+
+    def change(self) -> None:
+        self.rows[-1] = 3.0
+        self.rows = self.rows.copy()
+
+
 def closure() -> Net:
     gain: Any = 1.0
     table = {"gain": 1.0, "mode": Mode.ONCE}
@@ -488,6 +512,8 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (InAParameterList, "`0` of `gains` changed from 1.0 to 3.0"),
     (InAParameterDict, "`up` of `gains` changed from 1.0 to 3.0"),
     (OfLightning, "`_strict_loading` of the `OfLightning` changed from True to False"),
+    (LargeAndEqual, "`rows` of the `LargeAndEqual` changed"),
+    (LargeAndCopied, "`rows` of the `LargeAndCopied` changed"),
     (Defaults, "`defaults` of `tests.test_guarded.ByDefaults` changed"),
     (closure, "`gain` of the closure of `factor` changed from 1.0 to 3.0"),
     (table, "`table['gain']` of the closure of `factor` changed from 1.0 to 3.0"),
@@ -585,6 +611,62 @@ def test_the_report_names_what_is_compared_in_pauses_only(
     is_named = "compared in pauses only" in str(callback.summary)
     assert is_named == (length * 8 > 1 << 16)
     assert not is_named or "`table` of the `ReadsTable`" in str(callback.summary)
+
+
+class BeforeAnotherShape(LargeAndEqual):
+    """What is compared in pauses alone changes before the first step of another shape."""
+
+    def change(self) -> None:
+        self.rows[-1] = 3.0
+
+
+class SwitchBeforeAnotherShape(Changing):
+    def factor(self) -> Any:
+        third = torch.full((1,), 1 / 3, device=self.device)
+        return (1 + (third.double() - 1 / 3) * 1e6).float()
+
+    def change(self) -> None:
+        torch.set_default_dtype(torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (BeforeAnotherShape, "`rows` of the `BeforeAnotherShape` changed"),
+        (SwitchBeforeAnotherShape, "torch.get_default_dtype() changed from torch.float32"),
+    ],
+)
+def test_a_capture_of_another_shape_hides_no_change(
+    build: Any, words: str, tmp_path: Path, accelerator: str
+) -> None:
+    data = loader(ragged=False, batches=24).dataset
+    sizes = [BATCH_SIZE] * 10 + [BATCH_SIZE // 2] * 12 + [BATCH_SIZE] * 8
+    ends = [*accumulate(sizes)]
+    batches = [[*range(end - size, end)] for size, end in zip(sizes, ends, strict=True)]
+    runs = []
+    try:
+        for name, callback in (("plain", None), ("graph", CUDAGraphCallback(verify=None))):
+            batches_of = DataLoader(data, batch_sampler=batches)
+            module = make(build)
+            runs.append(
+                train(
+                    module,
+                    tmp_path / name,
+                    callback,
+                    accelerator=accelerator,
+                    checkpoint_every=1000,
+                    train_loader=batches_of,
+                    max_epochs=1,
+                )
+            )
+            torch.set_default_dtype(torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    plain, graph = runs
+    assert_same(plain, graph)
+    (reason,) = graph.counts.recaptures
+    assert words in reason
+    assert graph.counts.replayed > 10
 
 
 # In code of each part of the package that runs in a capture.

@@ -368,6 +368,56 @@ def test_quick_values_are_put_into_words() -> None:
     assert guards.changed() == "the settings of the optimizer changed"
 
 
+class _Graph:
+    """Stands for a captured step."""
+
+
+def test_each_graph_clears_its_suspicions_alone() -> None:
+    model: Any = _Layers()
+    first, second, third = _Graph(), _Graph(), _Graph()
+    values = GuardedValues(_no_state, _no_state)
+    guards = Guards(model, values, Unguarded(frozenset(vars(nn.Module()))), OutsideModel())
+    guards.take(first)
+    guards.take(second)
+    suspicions = guards.suspicions
+    for check in range(3):
+        model.seen = check
+        assert guards.changed() is None
+        assert "`seen` of the `_Layers`" in suspicions.of(first)
+        guards.clear_suspicion(first)
+        assert guards.changed() is None
+        assert not suspicions.of(first)
+        assert suspicions.of(second)
+    model.seen = 3
+    assert guards.changed() is None
+    assert not suspicions.of(first), "the part is not compared any more"
+    for _ in range(3):
+        assert suspicions.of(second)
+        guards.clear_suspicion(second)
+    guards.take(third)
+    assert suspicions.of(third)
+    assert not suspicions.of(second)
+
+
+def test_a_suspicion_that_is_cleared_hides_no_other_change() -> None:
+    model: Any = _Layers()
+    model.seen, model.rows = 0, [0] * 5000  # large
+    graph = _Graph()
+    guards = Guards(
+        model,
+        GuardedValues(_no_state, _no_state),
+        Unguarded(frozenset(vars(nn.Module()))),
+        OutsideModel(),
+    )
+    guards.take(graph)
+    model.seen, model.rows[7] = 1, 1
+    assert guards.changed() is None
+    assert "`seen`" in guards.suspicions.of(graph)
+    guards.clear_suspicion(graph)
+    assert guards.changed() is None
+    assert "`rows[7]`" in guards.suspicions.of(graph)
+
+
 def _hook(*args: Any) -> None:
     return None
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torchmetrics import CatMetric
 
@@ -180,6 +181,35 @@ def test_parameters_in_turn(tmp_path: Path, accelerator: str, turns: Any, make_o
     assert_same(plain, graph)
     assert graph.counts.replayed > BATCHES
     assert not graph.counts.eager
+
+
+class Gains(Callback):
+    """Gives the loss of odd steps another factor, before a step of the other path."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0:
+            module.gain = 1.0
+        elif trainer.current_epoch == 3 and batch_idx == 10:
+            module.gain = 0.5
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_change_that_the_next_step_does_not_read(
+    tmp_path: Path, accelerator: str, window: int
+) -> None:
+    def use(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+        return loss * getattr(net, "".join(("ga", "in"))) if batch_idx % 2 else loss
+
+    run = both(
+        tmp_path,
+        accelerator,
+        use,
+        CUDAGraphCallback(verify=None),
+        callbacks=(Gains(),),
+        accumulate_grad_batches=window,
+    )
+    (reason,) = run.counts.recaptures
+    assert "`gain` of the `Branching` changed from 1.0 to 0.5" in reason
 
 
 @pytest.mark.parametrize("window", [2, 3])
