@@ -399,9 +399,9 @@ def test_each_graph_clears_its_suspicions_alone() -> None:
     assert not suspicions.of(second)
 
 
-def test_a_suspicion_that_is_cleared_hides_no_other_change() -> None:
+def test_what_is_recorded_again_hides_no_change_of_large_objects() -> None:
     model: Any = _Layers()
-    model.seen, model.rows = 0, [0] * 5000  # large
+    model.seen, model.pair, model.rows = 0, [1.0], [0] * 5000
     graph = _Graph()
     guards = Guards(
         model,
@@ -416,6 +416,12 @@ def test_a_suspicion_that_is_cleared_hides_no_other_change() -> None:
     guards.clear_suspicion(graph)
     assert guards.changed() is None
     assert "`rows[7]`" in guards.suspicions.of(graph)
+    guards.clear_suspicion(graph)
+    assert guards.changed() is None
+    assert not guards.suspicions.of(graph)
+    model.pair, model.rows[8] = [1.0], 1
+    assert guards.changed() is None
+    assert "`rows[8]`" in guards.suspicions.of(graph)
 
 
 def _hook(*args: Any) -> None:
