@@ -4,7 +4,8 @@ A capture bakes in parameters, buffers, their addresses and layouts, optimizer s
 their modes, classes and their functions, hyperparameters, Python values that the step mentions, hooks
 and a few global switches. All but the switches are compared before every replay. The switches, and all
 else in its labelled form, are compared at the start of an epoch, after validation, after a checkpoint,
-before a further capture, and after a hook was registered anywhere. Loading an optimizer state invalidates the graph by a hook.
+before a further capture, and after a hook was registered anywhere. Loading an optimizer state
+invalidates the graph by a hook.
 
 The comparison before every replay is prepared at the capture and gives a bool; the words for a change
 are made only when there is one. `benchmarks/guards.py` measures the price.
