@@ -400,7 +400,7 @@ def test_the_line_of_an_item_has_its_key() -> None:
 
     def step(key: str) -> None:
         holder.history["d"].append(1)
-        entries = holder.history["g"]  # THE LINE OF g
+        entries = holder.history["g"]
         entries["n"] += 1
         holder.history[key].append(1)  # THE LINE OF x
 
@@ -410,7 +410,7 @@ def test_the_line_of_an_item_has_its_key() -> None:
     found = {path: line and line.source for path, line in lines.items()}
     assert found == {
         "history['d'][0]": 'holder.history["d"].append(1)',
-        "history['g']['n']": 'entries = holder.history["g"]  # THE LINE OF g',
+        "history['g']['n']": 'entries["n"] += 1',
         "history['x'][0]": "holder.history[key].append(1)  # THE LINE OF x",
     }
 
