@@ -770,3 +770,23 @@ def test_a_gradient_of_the_host(tmp_path: Path, accelerator: str, window: int) -
     )
     assert graph.counts.replayed
     assert_same(plain, graph)
+
+
+class _CountsUnderAnotherName(Net):
+    """A counter that decides late, under a name that is put together: a later check finds it."""
+
+    counted, bound, word = 0, 9, "count"
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return logits * 0.5 if getattr(self, self.word + "ed") > self.bound else logits
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.counted += 1
+
+
+def test_a_late_finding_tells_of_the_replays_before_it(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback()
+    train(make(_CountsUnderAnotherName), tmp_path, callback, accelerator=accelerator, max_epochs=3)
+    reasons = " ".join(callback.summary.fit.recaptures)
+    assert "replays since the check before may have had other numbers than eager steps" in reasons

@@ -68,6 +68,7 @@ class _History:
         compilations: torch.compile's compilations before the first check. Code that was compiled since
             (for another size, say) may run in an eager step now, and differ in the last places.
         latest_replay: index of the replay that `due` was last called for.
+        checked_replay: index of the replay that was checked last.
         next_replay: index of the replay that is checked next without a pause.
     """
 
@@ -77,8 +78,18 @@ class _History:
     had_other_rates: bool = False
     rounds_differently: bool = False
     pauses: int = 0
+    checks_after_pauses: int = 0
     latest_replay: int = 0
+    checked_replay: int = 0
     next_replay: int = _FIRST_DISTANCE
+
+
+def _unchecked(history: _History) -> str:
+    """What a check that finds a change means for the replays before it."""
+    replays = history.latest_replay - history.checked_replay - 1
+    if replays <= 0:
+        return ""
+    return f" ({replays} replays since the check before may have had other numbers than eager steps)"
 
 
 @dataclass
@@ -147,7 +158,9 @@ class Verifier:
             return False
         if not history.had_other_rates and self._rates() != history.captured_rates:
             return True
-        if history.pauses < self._pauses and (self._pauses <= _PAUSES or self._is_affordable()):
+        if history.pauses < self._pauses and (
+            history.checks_after_pauses < _PAUSES or self._is_affordable()
+        ):
             return True
         return replay_idx >= history.next_replay and self._is_affordable()
 
@@ -189,6 +202,8 @@ class Verifier:
             VerificationError: the replay differs otherwise. The state is that before the step.
         """
         history = self._history(graph)
+        if history.pauses < self._pauses and history.checks >= self.replays:  # not of first replays
+            history.checks_after_pauses += 1
         history.pauses = self._pauses
         while history.next_replay <= history.latest_replay:
             history.next_replay *= _GROWTH
@@ -274,6 +289,7 @@ class Verifier:
                     result, outputs = replay()
             if failure is not None or (difference is not None and difference.where is not None):
                 stale = "; ".join(filter(None, (suspicion, str(difference or ""))))
+                stale += "" if suspicion or not stale else _unchecked(history)
             self._raise_together(failure, stale)
         except BaseException:
             self._put(live, before)
@@ -282,6 +298,7 @@ class Verifier:
             self._put(live, before)
         self.checked += 1
         history.checks += 1
+        history.checked_replay = history.latest_replay
         return result
 
     def _eagerly_again(
