@@ -77,6 +77,37 @@ class TensorHook(Changing):
         self.head.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
+class Multiplies:
+    """A hook with a number that is in no object of the model."""
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        return output * self.gain
+
+    def gradient(self, gradient: Tensor) -> Tensor:
+        return gradient * self.gain
+
+
+class HookObject(Changing):
+    def prepare(self) -> None:
+        self.act.register_forward_hook(Multiplies())
+
+    def change(self) -> None:
+        (hook,) = self.act._forward_hooks.values()
+        hook.gain = 3.0  # type: ignore[attr-defined]
+
+
+class HookMethod(Changing):
+    def prepare(self) -> None:
+        self.head.weight.register_hook(Multiplies().gradient)
+
+    def change(self) -> None:
+        (hook,) = self.head.weight._backward_hooks.values()  # type: ignore[union-attr]
+        hook.__self__.gain = 3.0
+
+
 class StateCleared(Changing):
     def change(self) -> None:
         self.trainer.optimizers[0].state.clear()
@@ -481,6 +512,8 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (Submodule, "the module `act` changed from a `Tanh`"),
     (ForwardHook, "`_forward_hooks` of `act` changed from none"),
     (TensorHook, "`_backward_hooks` of parameter `head.weight` changed from none"),
+    (HookObject, "`gain` of the hook `Multiplies` changed from 1.0 to 3.0"),
+    (HookMethod, "`gain` of the hook `Multiplies.gradient` changed from 1.0 to 3.0"),
     (StateCleared, "`momentum_buffer` of parameter 0 in param group 0 of the optimizer was removed"),
     (StateRebound, "`momentum_buffer` of parameter 0 in param group 0 of the optimizer changed from a"),
     (StateMoved, "`momentum_buffer` of parameter 0 in param group 0 of the optimizer changed from a"),

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -26,7 +28,13 @@ from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.host_lines import first_line
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
-from lightning_cudagraph.checks.guards.structure import TABLES, Structure, described
+from lightning_cudagraph.checks.guards.structure import (
+    TABLES,
+    Structure,
+    described,
+    hooks_of,
+    name_of_hook,
+)
 from lightning_cudagraph.checks.guards.suspicions import Suspicions
 from lightning_cudagraph.checks.guards.switches import global_switches
 from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage, namespace_of
@@ -199,6 +207,7 @@ class Guards:
             *self._roots_of_modules(self._model, "", reads),
             *self._roots_of_names(mentioned),
             *self._external.read(),
+            *_roots_of_hooks([], self._external.parameters().values()),
             *outside,
         ]
         for name, framework_object in self._external.around.items():
@@ -257,6 +266,7 @@ class Guards:
             yield Root(parameter, "", f"parameter `{name}`")
         for name, buffer in model.named_buffers(prefix=before):
             yield Root(buffer, "", f"buffer `{name}`")
+        yield from _roots_of_hooks(model.modules(), model.parameters())
 
     def _roots_of_names(self, mentioned: MentionedNames) -> Iterator[Root]:
         """Roots for globals, closure variables, and attributes that were read of host objects."""
@@ -363,6 +373,14 @@ def _first_difference(before: _State, now: _State) -> str | None:
         if before[name] != now[name]:
             return f"{name} changed from {before[name]} to {now[name]}"
     return None
+
+
+def _roots_of_hooks(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> Iterator[Root]:
+    """Roots for hooks, which torch calls: no object that the step knows need hold what they read."""
+    for hook in hooks_of(modules, parameters):
+        kind = type(getattr(hook, "__self__", hook))
+        is_users = is_users_class(kind) or issubclass(kind, (FunctionType, partial))
+        yield Root(hook, "", f"the hook `{name_of_hook(hook)}`", by_name=not is_users)
 
 
 def _name_of(namespace: Mapping[str, Any]) -> str:
