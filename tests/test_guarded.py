@@ -478,6 +478,42 @@ class LargeAndCopied(LargeAndEqual):
         self.rows = self.rows.copy()
 
 
+class Scaled(torch.optim.SGD):
+    """Multiplies gradients by what it holds."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.scale: Any = Scale(1.0)
+        self.param_groups[0]["gains"] = np.ones(2)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                with torch.no_grad():
+                    factor = self.scale() * float(group["gains"][0])
+                    parameter.sub_(parameter.grad * factor, alpha=group["lr"])
+        return loss
+
+
+class OfAnOptimizer(Changing):
+    def configure_optimizers(self) -> Any:
+        return Scaled(self.parameters())
+
+    def change(self) -> None:
+        self.trainer.optimizers[0].scale.gain = 3.0
+
+
+class NewInAnOptimizer(OfAnOptimizer):
+    def change(self) -> None:
+        self.trainer.optimizers[0].scale = lambda: 3.0
+
+
+class OfAGroup(OfAnOptimizer):
+    def change(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["gains"][0] = 3.0
+
+
 def closure() -> Net:
     gain: Any = 1.0
     table = {"gain": 1.0, "mode": Mode.ONCE}
@@ -547,7 +583,10 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (OfLightning, "`_strict_loading` of the `OfLightning` changed from True to False"),
     (LargeAndEqual, "`rows` of the `LargeAndEqual` changed"),
     (LargeAndCopied, "`rows` of the `LargeAndCopied` changed"),
-    (Defaults, "`defaults` of `tests.test_guarded.ByDefaults` changed"),
+    (Defaults, "`defaults['lr']` of the optimizer `ByDefaults` changed from 0.1 to 0.01"),
+    (OfAnOptimizer, "`scale.gain` of the optimizer `Scaled` changed from 1.0 to 3.0"),
+    (NewInAnOptimizer, "`scale` of the optimizer `Scaled` changed"),
+    (OfAGroup, "`param_groups[0]['gains']` of the optimizer `Scaled` changed"),
     (closure, "`gain` of the closure of `factor` changed from 1.0 to 3.0"),
     (table, "`table['gain']` of the closure of `factor` changed from 1.0 to 3.0"),
 ]

@@ -382,7 +382,7 @@ class StepRun:
                 optimizers.stepped,
                 # `OptimizerSteps` compares the options, which schedulers of manual optimization move.
                 lambda: [*optimizer_roots(optimizers.stepped(), with_options=False)],
-                lambda: [*optimizer_roots(optimizers.stepped(), with_options=False, by_name=True)],
+                optimizers.read,
             ),
         )
         engine: StepEngine[StepResult] = StepEngine(

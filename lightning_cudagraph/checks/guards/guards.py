@@ -135,15 +135,19 @@ class Guards:
             unguarded.names,
             lambda holder: any(holder is module for module in model.modules()),
         )
-        self._watched: _State | None = None
+        self._watched: tuple[_State, Walk] | None = None
         self._moves: list[str | None] = []
 
     def watch(self) -> None:
         """Record the values that move from one warm-up step to the next."""
         now = self._values.cheap()
         if self._watched is not None:
-            self._moves.append(_first_difference(self._watched, now))
-        self._watched = now
+            was, walk = self._watched
+            moved = next((part.words for part in walk.changes() if part.is_read), None)
+            self._moves.append(_first_difference(was, now) or moved)
+        users = self._named(self.effects.mentioned.of_users_objects())
+        scope = Scope(self._unguarded.stops, reads=users)
+        self._watched = now, Walk(self._external.read(), scope)
 
     def moving(self) -> str | None:
         """A value that has moved in every warm-up step, in words; None if there is none."""
