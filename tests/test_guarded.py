@@ -484,15 +484,15 @@ class Scaled(torch.optim.SGD):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
         self.scale: Any = Scale(1.0)
-        self.param_groups[0]["gains"] = np.ones(2)
+        self.param_groups[0]["gains"] = np.ones(1)
 
     def step(self, closure: Any = None) -> Any:
         loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 with torch.no_grad():
-                    factor = self.scale() * float(group["gains"][0])
-                    parameter.sub_(parameter.grad * factor, alpha=group["lr"])
+                    rate = group["lr"] * self.scale() * float(group["gains"][0])
+                    parameter.sub_(parameter.grad * rate)
         return loss
 
 
