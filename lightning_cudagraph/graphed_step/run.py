@@ -27,6 +27,7 @@ from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
+from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
@@ -177,6 +178,7 @@ class StepRun:
     ) -> None:
         self.backend = backend
         self._model = of.model
+        self._function = getattr(of.function, "__func__", of.function)
         self._surroundings = of.surroundings
         self._replicas = of.replicas
         self._settings = settings
@@ -382,7 +384,7 @@ class StepRun:
                 optimizers.stepped,
                 # `OptimizerSteps` compares the options, which schedulers of manual optimization move.
                 lambda: [*optimizer_roots(optimizers.stepped(), with_options=False)],
-                optimizers.read,
+                lambda: [*optimizers.read(), Root(self._function, "", "the step")],
             ),
         )
         engine: StepEngine[StepResult] = StepEngine(
