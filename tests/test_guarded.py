@@ -77,6 +77,29 @@ class TensorHook(Changing):
         self.head.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
+class CodeOfALayer(Changing):
+    def prepare(self) -> None:
+        class Own(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x
+
+        def other(self: Any, x: Tensor) -> Tensor:
+            return x * 3.0
+
+        self.act, self.code = Own(), other.__code__
+
+    def change(self) -> None:
+        type(self.act).forward.__code__ = self.code
+
+
+class Seed(Changing):
+    def change(self) -> None:
+        torch.manual_seed(3)
+
+    def factor(self) -> Any:
+        return 1.0 + (torch.initial_seed() == 3)
+
+
 class Multiplies:
     """A hook with a number that is in no object of the model."""
 
@@ -548,6 +571,8 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (Submodule, "the module `act` changed from a `Tanh`"),
     (ForwardHook, "`_forward_hooks` of `act` changed from none"),
     (TensorHook, "`_backward_hooks` of parameter `head.weight` changed from none"),
+    (CodeOfALayer, "`forward.__code__` of the class `CodeOfALayer.prepare.<locals>.Own` changed"),
+    (Seed, "`torch.initial_seed()` changed from "),
     (HookObject, "`gain` of the hook `Multiplies` changed from 1.0 to 3.0"),
     (HookMethod, "`gain` of the hook `Multiplies.gradient` changed from 1.0 to 3.0"),
     (StateCleared, "`momentum_buffer` of parameter 0 in param group 0 of the optimizer was removed"),

@@ -17,6 +17,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
@@ -202,11 +204,39 @@ def test_torch_compares_all_tensors_at_once() -> None:
     assert layouts._has_guards
 
 
+class _Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("enter", "words"),
+    [
+        (BaseTorchFunctionMode, "a mode of torch, or hooks on saved tensors, were entered or left"),
+        (_Dispatches, "a mode of torch, or hooks on saved tensors, were entered or left"),
+        (
+            partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, torch.clone),
+            "a mode of torch, or hooks on saved tensors, were entered or left",
+        ),
+        (
+            partial(torch.autocast, "cpu", torch.bfloat16),
+            "torch.is_autocast_enabled('cpu') changed from False to True",
+        ),
+    ],
+)
+def test_contexts(enter: Callable[[], Any], words: str) -> None:
+    guards = _guards(_Layers())
+    with enter():
+        assert guards.changed() == words
+    assert guards.changed() is None
+
+
 def test_modes_of_the_thread_are_no_change() -> None:
     """Dynamo's guard compares what autocast and inference mode add to every tensor."""
     guards = _guards(_Layers())
     with torch.autocast("cpu", torch.bfloat16):
-        assert guards.changed() is None
+        assert guards._structure is not None
+        assert not guards._structure.changed()
     with torch.inference_mode():
         assert guards.changed() is None
         assert guards.changed() is None

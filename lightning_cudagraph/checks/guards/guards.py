@@ -36,7 +36,7 @@ from lightning_cudagraph.checks.guards.structure import (
     name_of_hook,
 )
 from lightning_cudagraph.checks.guards.suspicions import Suspicions
-from lightning_cudagraph.checks.guards.switches import global_switches
+from lightning_cudagraph.checks.guards.switches import contexts, global_switches
 from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage, namespace_of
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
@@ -124,6 +124,7 @@ class Guards:
         self._unseen: list[Moved] = []  # changes that the walk has recorded already
         self._cheap: _State | None = None
         self._quick: object = None
+        self._contexts: tuple[object, ...] = ()
         self._thorough: _State = {}
         self._suspect = False
         self._structure: Structure | None = None
@@ -185,6 +186,7 @@ class Guards:
         )
         self._cheap = self._values.cheap()
         self._quick = self._quick_now()
+        self._contexts = contexts()
         self._thorough = self._thorough_state()
         self._suspect = False
 
@@ -300,6 +302,7 @@ class Guards:
         """Forget the record, when the graph is released."""
         self._cheap = None
         self._structure = None
+        self._contexts = ()
         self._reads, self._thorough, self._hidden = [], {}, {}
         self._walk, self._unseen = None, []
         self.suspicions.forget()
@@ -318,6 +321,8 @@ class Guards:
             return None
         if self._quick_now() != self._quick:
             return self._in_words("the settings of the optimizer changed")
+        if contexts() != self._contexts:
+            return self._in_words("a mode of torch, or hooks on saved tensors, were entered or left")
         if self._structure.changed():
             function = self._structure.classes.in_words()
             return self._in_words(
