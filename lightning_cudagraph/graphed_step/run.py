@@ -373,6 +373,7 @@ class StepRun:
         optimizers = self._optimizers
         habits = self._recorder.habits()
         surroundings = self._surroundings
+        name = getattr(self._function, "__name__", "")
         guards = Guards(
             self._model,
             GuardedValues(optimizers.hyperparameters, optimizers.addresses, optimizers.frozen_values),
@@ -384,7 +385,7 @@ class StepRun:
                 optimizers.stepped,
                 # `OptimizerSteps` compares the options, which schedulers of manual optimization move.
                 lambda: [*optimizer_roots(optimizers.stepped(), with_options=False)],
-                lambda: [*optimizers.read(), Root(self._function, "", "the step")],
+                lambda: [*optimizers.read(), Root(self._function, name, "the step")],
             ),
         )
         engine: StepEngine[StepResult] = StepEngine(

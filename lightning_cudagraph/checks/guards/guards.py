@@ -389,7 +389,8 @@ def _roots_of_hooks(modules: Iterable[nn.Module], parameters: Iterable[nn.Parame
     for hook in hooks_of(modules, parameters):
         kind = type(getattr(hook, "__self__", hook))
         is_users = is_users_class(kind) or issubclass(kind, (FunctionType, partial))
-        yield Root(hook, "", f"the hook `{name_of_hook(hook)}`", by_name=not is_users)
+        path = hook.__name__ if isinstance(hook, FunctionType) else ""
+        yield Root(hook, path, f"the hook `{name_of_hook(hook)}`", by_name=not is_users)
 
 
 def _name_of(namespace: Mapping[str, Any]) -> str:
