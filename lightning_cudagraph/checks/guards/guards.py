@@ -148,7 +148,9 @@ class Guards:
             self._moves.append(_first_difference(was, now) or moved)
         users = self._named(self.effects.mentioned.of_users_objects())
         scope = Scope(self._unguarded.stops, reads=users)
-        self._watched = now, Walk(self._external.read(), scope)
+        # Optimizers with a step of their own: what moves there leaves the rest of the step to a graph.
+        held = [r for r in self._external.read() if not (r.by_name or isinstance(r.value, FunctionType))]
+        self._watched = now, Walk(held, scope)
 
     def moving(self) -> str | None:
         """A value that has moved in every warm-up step, in words; None if there is none."""
