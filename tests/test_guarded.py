@@ -77,6 +77,60 @@ class TensorHook(Changing):
         self.head.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
+class CodeOfALayer(Changing):
+    def prepare(self) -> None:
+        class Own(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x
+
+        def other(self: Any, x: Tensor) -> Tensor:
+            return x * 3.0
+
+        self.act, self.code = Own(), other.__code__
+
+    def change(self) -> None:
+        type(self.act).forward.__code__ = self.code
+
+
+class Seed(Changing):
+    def change(self) -> None:
+        torch.manual_seed(3)
+
+    def factor(self) -> Any:
+        return 1.0 + (torch.initial_seed() == 3)
+
+
+class Multiplies:
+    """A hook with a number that is in no object of the model."""
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        return output * self.gain
+
+    def gradient(self, gradient: Tensor) -> Tensor:
+        return gradient * self.gain
+
+
+class HookObject(Changing):
+    def prepare(self) -> None:
+        self.act.register_forward_hook(Multiplies())
+
+    def change(self) -> None:
+        (hook,) = self.act._forward_hooks.values()
+        hook.gain = 3.0  # type: ignore[attr-defined]
+
+
+class HookMethod(Changing):
+    def prepare(self) -> None:
+        self.head.weight.register_hook(Multiplies().gradient)
+
+    def change(self) -> None:
+        (hook,) = self.head.weight._backward_hooks.values()  # type: ignore[union-attr]
+        hook.__self__.gain = 3.0
+
+
 class StateCleared(Changing):
     def change(self) -> None:
         self.trainer.optimizers[0].state.clear()
@@ -447,6 +501,42 @@ class LargeAndCopied(LargeAndEqual):
         self.rows = self.rows.copy()
 
 
+class Scaled(torch.optim.SGD):
+    """Multiplies gradients by what it holds."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.scale: Any = Scale(1.0)
+        self.param_groups[0]["gains"] = np.ones(1)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                with torch.no_grad():
+                    rate = group["lr"] * self.scale() * float(group["gains"][0])
+                    parameter.sub_(parameter.grad * rate)
+        return loss
+
+
+class OfAnOptimizer(Changing):
+    def configure_optimizers(self) -> Any:
+        return Scaled(self.parameters())
+
+    def change(self) -> None:
+        self.trainer.optimizers[0].scale.gain = 3.0
+
+
+class NewInAnOptimizer(OfAnOptimizer):
+    def change(self) -> None:
+        self.trainer.optimizers[0].scale = lambda: 3.0
+
+
+class OfAGroup(OfAnOptimizer):
+    def change(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["gains"][0] = 3.0
+
+
 def closure() -> Net:
     gain: Any = 1.0
     table = {"gain": 1.0, "mode": Mode.ONCE}
@@ -481,6 +571,10 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (Submodule, "the module `act` changed from a `Tanh`"),
     (ForwardHook, "`_forward_hooks` of `act` changed from none"),
     (TensorHook, "`_backward_hooks` of parameter `head.weight` changed from none"),
+    (CodeOfALayer, "`forward.__code__` of the class `CodeOfALayer.prepare.<locals>.Own` changed"),
+    (Seed, "`torch.initial_seed()` changed from "),
+    (HookObject, "`gain` of the hook `Multiplies` changed from 1.0 to 3.0"),
+    (HookMethod, "`gain` of the hook `Multiplies.gradient` changed from 1.0 to 3.0"),
     (StateCleared, "`momentum_buffer` of parameter 0 in param group 0 of the optimizer was removed"),
     (StateRebound, "`momentum_buffer` of parameter 0 in param group 0 of the optimizer changed from a"),
     (StateMoved, "`momentum_buffer` of parameter 0 in param group 0 of the optimizer changed from a"),
@@ -514,7 +608,10 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (OfLightning, "`_strict_loading` of the `OfLightning` changed from True to False"),
     (LargeAndEqual, "`rows` of the `LargeAndEqual` changed"),
     (LargeAndCopied, "`rows` of the `LargeAndCopied` changed"),
-    (Defaults, "`defaults` of `tests.test_guarded.ByDefaults` changed"),
+    (Defaults, "`defaults['lr']` of the optimizer `ByDefaults` changed from 0.1 to 0.01"),
+    (OfAnOptimizer, "`scale.gain` of the optimizer `Scaled` changed from 1.0 to 3.0"),
+    (NewInAnOptimizer, "`scale` of the optimizer `Scaled` changed"),
+    (OfAGroup, "`param_groups[0]['gains']` of the optimizer `Scaled` changed"),
     (closure, "`gain` of the closure of `factor` changed from 1.0 to 3.0"),
     (table, "`table['gain']` of the closure of `factor` changed from 1.0 to 3.0"),
 ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.guards import (
     GuardedValues,
@@ -48,10 +52,11 @@ class _Layers(nn.Module):
         self.register_buffer("maybe", None)
 
 
-def _guards(model: nn.Module, **external: Any) -> Guards:
+def _guards(model: nn.Module, mentions: Collection[str] = (), **external: Any) -> Guards:
     values = GuardedValues(_no_state, _no_state)
     unguarded = Unguarded(frozenset(vars(nn.Module())))
     guards = Guards(model, values, unguarded, OutsideModel(**external))
+    guards.mentioned.append(MentionedNames(users={*mentions}))
     guards.take(model)
     assert guards.changed() is None
     return guards
@@ -199,11 +204,39 @@ def test_torch_compares_all_tensors_at_once() -> None:
     assert layouts._has_guards
 
 
+class _Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("enter", "words"),
+    [
+        (BaseTorchFunctionMode, "a mode of torch, or hooks on saved tensors, were entered or left"),
+        (_Dispatches, "a mode of torch, or hooks on saved tensors, were entered or left"),
+        (
+            partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, torch.clone),
+            "a mode of torch, or hooks on saved tensors, were entered or left",
+        ),
+        (
+            partial(torch.autocast, "cpu", torch.bfloat16),
+            "torch.is_autocast_enabled('cpu') changed from False to True",
+        ),
+    ],
+)
+def test_contexts(enter: Callable[[], Any], words: str) -> None:
+    guards = _guards(_Layers())
+    with enter():
+        assert guards.changed() == words
+    assert guards.changed() is None
+
+
 def test_modes_of_the_thread_are_no_change() -> None:
     """Dynamo's guard compares what autocast and inference mode add to every tensor."""
     guards = _guards(_Layers())
     with torch.autocast("cpu", torch.bfloat16):
-        assert guards.changed() is None
+        assert guards._structure is not None
+        assert not guards._structure.changed()
     with torch.inference_mode():
         assert guards.changed() is None
         assert guards.changed() is None
@@ -275,8 +308,53 @@ def test_hooks_of_autograd_nodes() -> None:
     assert words in (guards.changed() or "")
     guards = _guards(model)
     handle.remove()
-    guards.suspect()
     assert "to none" in (guards.changed() or "")
+
+
+class _Scale:
+    k = 1.0
+
+    def __call__(self, *args: Any) -> float:
+        return self.k
+
+
+def _of_a_module(model: Any) -> Any:
+    return model.layers[1].register_forward_hook
+
+
+def _of_all_modules(model: Any) -> Any:
+    return torch.nn.modules.module.register_module_forward_hook
+
+
+def _of_a_parameter(model: Any) -> Any:
+    return model.layers[1].bias.register_post_accumulate_grad_hook
+
+
+def _of_a_node(model: Any) -> Any:
+    return torch.autograd.graph.get_gradient_edge(model.layers[1].bias).node.register_hook
+
+
+@pytest.mark.parametrize("place", [_of_a_module, _of_all_modules, _of_a_parameter, _of_a_node])
+@pytest.mark.parametrize("form", ["object", "method", "partial", "default"])
+def test_what_a_hook_holds(place: Callable[[Any], Any], form: str) -> None:
+    scale = _Scale()
+    hooks = {
+        "object": scale,
+        "method": scale.__call__,
+        "partial": partial(_Scale.__call__, scale),
+        "default": lambda *args, scale=scale: scale(),
+    }
+    model = _Layers()
+    register = place(model)
+    handle = register(hooks[form])
+    try:
+        guards = _guards(model, mentions={"k"})
+        scale.other = 1  # type: ignore[attr-defined]
+        assert guards.changed() is None
+        scale.k = 2.0
+        assert re.search("k` of the hook .* was set to 2.0", guards.changed() or "")
+    finally:
+        handle.remove()
 
 
 class _Holder(nn.Module):

@@ -27,6 +27,7 @@ from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
+from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
@@ -177,6 +178,7 @@ class StepRun:
     ) -> None:
         self.backend = backend
         self._model = of.model
+        self._function = getattr(of.function, "__func__", of.function)
         self._surroundings = of.surroundings
         self._replicas = of.replicas
         self._settings = settings
@@ -371,6 +373,7 @@ class StepRun:
         optimizers = self._optimizers
         habits = self._recorder.habits()
         surroundings = self._surroundings
+        name = getattr(self._function, "__name__", "")
         guards = Guards(
             self._model,
             GuardedValues(optimizers.hyperparameters, optimizers.addresses, optimizers.frozen_values),
@@ -382,7 +385,7 @@ class StepRun:
                 optimizers.stepped,
                 # `OptimizerSteps` compares the options, which schedulers of manual optimization move.
                 lambda: [*optimizer_roots(optimizers.stepped(), with_options=False)],
-                lambda: [*optimizer_roots(optimizers.stepped(), with_options=False, by_name=True)],
+                lambda: [*optimizers.read(), Root(self._function, name, "the step")],
             ),
         )
         engine: StepEngine[StepResult] = StepEngine(

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
-from copy import deepcopy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,43 +218,19 @@ class HostSide:
         self._held.release()
 
 
-_PLAIN = (bool, int, float, complex, str, type(None))
+def roots_of_read(optimizer: Optimizer, is_inspected: bool) -> Iterator[Root]:
+    """Roots for what a step can read of an optimizer: attributes, groups, and state that is no tensor.
 
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return isinstance(value, _PLAIN)
-
-
-def _kept(value: Any) -> Any:
-    """A plain value that later changes of its containers do not reach."""
-    return deepcopy(value) if isinstance(value, (list, tuple, dict)) else value
-
-
-def moving_values(optimizer: Optimizer) -> dict[str, Any]:
-    """The plain values that an optimizer keeps on the host, by name."""
-    name = _name(optimizer)
-    found = {
-        f"`{attribute}` of `{name}`": _kept(value)
-        for attribute, value in vars(optimizer).items()
-        if attribute not in ("state", "param_groups") and _is_plain(value)
-    }
-    for cls in type(optimizer).__mro__[: type(optimizer).__mro__.index(Optimizer)]:
-        for attribute, value in vars(cls).items():
-            if not attribute.startswith("__") and _is_plain(value):
-                found[f"`{attribute}` of the class `{cls.__qualname__}`"] = _kept(value)
-    for group_idx, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key not in ("lr", "initial_lr", "params") and _is_plain(value):
-                found[f"`{key}` of param group {group_idx} of `{name}`"] = _kept(value)
+    Of torch's own classes, whose step reads options and state alone, that is what user code mentions.
+    """
+    of, by_name = f"the optimizer `{type(optimizer).__qualname__}`", not is_inspected
+    yield Root(optimizer, "", of, frozenset({"state", "param_groups"}), True, by_name=by_name)
+    left_out = frozenset({"params", "lr"} if is_inspected else {"params", *optimizer.defaults})
+    for index, group in enumerate(optimizer.param_groups):
+        yield Root(group, f"param_groups[{index}]", of, left_out, True, by_name=by_name)
     state: dict[Any, Any] = optimizer.state
-    for index, (owner, entries) in enumerate(state.items()):
-        if isinstance(owner, str) and _is_plain(entries):
-            found[f"`{owner}` in the state of `{name}`"] = deepcopy(entries)
-        for entry, value in entries.items() if isinstance(entries, dict) else ():
-            if isinstance(value, (int, float)):
-                found[f"`{entry}` in entry {index} of the state of `{name}`"] = value
-    return found
+    for index, entries in enumerate(state.values()):
+        held = entries if isinstance(entries, dict) else {"": entries}
+        tensors = frozenset(name for name, value in held.items() if isinstance(value, Tensor))
+        if len(tensors) < len(held):
+            yield Root(entries, f"state[{index}]", of, tensors, True, by_name=by_name)

@@ -19,6 +19,8 @@ from lightning_cudagraph.tensors.host_values import value_of
 # An option that moves twice within so many calls (two or three a step) moves in every step.
 _CALLS_BETWEEN_MOVES = 6
 
+_COMPARED = (bool, int, float, complex, str, tuple, type(None))
+
 _DELETED = "deleted"  # instead of an option: other than None, as which it may have been given
 
 # The name of an option, and the index in it if it is a tuple.
@@ -84,6 +86,8 @@ class PreparedGroup:
                 "a number that moves" if (name, index) in self._moving else each
                 for index, each in enumerate(value)
             )
+        if self._form.inspected and type(value) not in _COMPARED:
+            return type(value)  # the rest is compared with all else that the optimizer holds
         return value
 
     def frozen(self) -> dict[str, Any]:
@@ -104,7 +108,7 @@ class PreparedGroup:
         lr_address = lr.data_ptr() if is_tensor else None
         options = (
             map(self._frozen, self._names)
-            if self._moving
+            if self._moving or self._form.inspected
             else map(group.get, self._names, repeat(_DELETED))
         )
         return (*options, lr_address, id(parameters), len(parameters))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.frozen import option_error
+from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.attributes import bound, do_nothing
 from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
 from lightning_cudagraph.compat.method_patches import OwnHook
@@ -32,9 +33,9 @@ from lightning_cudagraph.optim.forms import (
     form_of,
     host_state_of,
     inner_optimizers,
-    moving_values,
     refuse_other_groups,
     refuse_step_hooks,
+    roots_of_read,
     step_hooks,
 )
 from lightning_cudagraph.optim.groups import PreparedGroup, check_group
@@ -81,6 +82,15 @@ class EagerOptimizer:
         """Lists and dictionary views with members that a capture freezes."""
         groups = self.optimizer.param_groups
         return [groups, *(group["params"] for group in groups)]
+
+    @property
+    def is_inspected(self) -> bool:
+        """True if the step in the graph is of an unknown class: all that it can read is compared."""
+        return False
+
+    def read(self) -> list[Root]:
+        """Roots for what a captured step can read of the optimizer, besides `places` and options."""
+        return []
 
     def learning_rates(self) -> tuple[Any, ...]:
         """The learning rates, which user code in a captured step can read too."""
@@ -222,8 +232,6 @@ class PreparedOptimizer(EagerOptimizer):
         }
         for prepared in self._groups:
             found.update(prepared.frozen())
-        if self._form.inspected:
-            found.update(moving_values(self.optimizer))
         found["agreement of the branches in `optimizer.step` with those captured"] = (
             self._is_as_captured()
         )
@@ -251,8 +259,6 @@ class PreparedOptimizer(EagerOptimizer):
         values.append(tuple(map(id, self.optimizer.param_groups)))  # added, or replaced
         values.append((id(self.optimizer.state), len(self.optimizer.state)))
         values.append(is_compiled(self.optimizer.step))
-        if self._form.inspected:
-            values.append(tuple(moving_values(self.optimizer).values()))
         return tuple(values)
 
     def places(self) -> list[Collection[Any]]:
@@ -260,6 +266,14 @@ class PreparedOptimizer(EagerOptimizer):
         kept = [optimizer.state.values() for optimizer in every]
         states = [state.values() for each in kept for state in each if isinstance(state, dict)]
         return [*super().places(), *kept, *states]
+
+    @property
+    def is_inspected(self) -> bool:
+        return self._form.inspected
+
+    def read(self) -> list[Root]:
+        every = [self.optimizer, *inner_optimizers(self.optimizer)]
+        return [root for each in every for root in roots_of_read(each, self.is_inspected)]
 
     @property
     def is_left_alone(self) -> bool:

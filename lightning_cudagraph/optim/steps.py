@@ -20,12 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_cudagraph.checks.audit.frozen import option_error
 from lightning_cudagraph.checks.walk.parts import same
+from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.device.refusals.first_refusal import refuse
 from lightning_cudagraph.device.sentry.compiled import is_held, is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_in_compiled_code
-from lightning_cudagraph.optim.forms import HostSide, moving_values
+from lightning_cudagraph.optim.forms import HostSide
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 from lightning_cudagraph.tensors.host_values import HostValue, held, value_of
@@ -125,6 +126,10 @@ class OptimizerSteps:
         """Lists and dictionary views with members that a capture freezes."""
         return [place for prepared in self._prepared for place in prepared.places()]
 
+    def read(self) -> list[Root]:
+        """Roots for what the function can read of the optimizers."""
+        return [root for prepared in self._prepared for root in prepared.read()]
+
     def learning_rates(self) -> tuple[Any, ...]:
         return tuple(rate for prepared in self._prepared for rate in prepared.learning_rates())
 
@@ -167,7 +172,6 @@ class OptimizerSteps:
         """
         settings, rates = self._options(), self.learning_rates()
         sides = [HostSide(prepared.optimizer) for prepared in self._prepared] if capturing else []
-        kept = self._kept_on_host() if capturing else []
         moved = True  # unless the function returns, and shows otherwise
         groups = [g for prepared in self._prepared for g in prepared.optimizer.param_groups]
         options = [dict(group) for group in groups]
@@ -198,7 +202,7 @@ class OptimizerSteps:
             try:
                 yield
                 moved = self.learning_rates() != rates or self._options() != settings
-                moved = moved or (capturing and self._kept_on_host() != kept)
+                moved = moved or any(side.changed() for side in sides)
                 if moved and capturing:
                     self._refuse_options(options)
             finally:
@@ -235,10 +239,6 @@ class OptimizerSteps:
             for name in (n for n, was in options.items() if not same(was, group.get(n))):
                 of = f"the optimizer `{type(prepared.optimizer).__qualname__}`"
                 raise option_error(f"param_groups[{index}]['{name}']", of)
-
-    def _kept_on_host(self) -> list[dict[str, Any]]:
-        """The plain values that optimizers keep on the host, with those that user code has put there."""
-        return [moving_values(prepared.optimizer) for prepared in self._prepared]
 
     @contextmanager
     def undone(self) -> Iterator[None]:

@@ -42,21 +42,19 @@ from lightning_cudagraph.tensors.static import BatchChange
 _OF_OPTIMIZER = "the optimizer"
 
 
-def optimizer_roots(
-    optimizers: Iterable[Optimizer], with_options: bool, by_name: bool = False
-) -> Iterator[Root]:
+def optimizer_roots(optimizers: Iterable[Optimizer], with_options: bool) -> Iterator[Root]:
     """Roots for what a step may change of optimizers: attributes, groups, and values in their state."""
     for optimizer in optimizers:
         of = f"{_OF_OPTIMIZER} `{type(optimizer).__qualname__}`"
         left_out = frozenset({"state", "param_groups", PRIVATE})
-        yield Root(optimizer, "", of, left_out, True, by_name=by_name)
+        yield Root(optimizer, "", of, left_out, True)
         for index, group in enumerate(optimizer.param_groups):
             left_out = frozenset({"params"} if with_options else {"params", *optimizer.defaults})
-            yield Root(group, f"param_groups[{index}]", of, left_out, True, by_name=by_name)
+            yield Root(group, f"param_groups[{index}]", of, left_out, True)
         for index, entries in enumerate(optimizer.state.values()):
             if isinstance(entries, dict):
                 tensors = (name for name, value in entries.items() if isinstance(value, Tensor))
-                yield Root(entries, f"state[{index}]", of, frozenset(tensors), True, by_name=by_name)
+                yield Root(entries, f"state[{index}]", of, frozenset(tensors), True)
 
 
 class Effects:
@@ -69,6 +67,7 @@ class Effects:
     Attributes:
         kind: batch signature and accumulation phase of the step at hand; steps of another kind may have
             other effects.
+        mentioned: names that the watched steps mention.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Effects:
         self._is_carried = is_carried
         self._walk = walk
         self._harmless = harmless
-        self._mentioned = MentionedNames()
+        self.mentioned = MentionedNames()
         self._found: dict[Hashable, dict[Hashable, list[Moved]]] = {}
         self._hiding: dict[int, Any] = {}  # by id: objects that steps use, and that hide their state
         self.kind: tuple[Hashable, Hashable] = (None, None)
@@ -95,9 +94,9 @@ class Effects:
 
         Only the last warm-up step of each kind counts: lazy initialisation is done before it.
         """
-        walk = self._walk(self._mentioned)
+        walk = self._walk(self.mentioned)
         used: dict[int, Any] = {}
-        with _code_noted(self._mentioned, _use_noted(walk, used)):
+        with _code_noted(self.mentioned, _use_noted(walk, used)):
             yield
         signature, phase = self.kind
         if signature not in self._found:
@@ -114,8 +113,8 @@ class Effects:
         signature, phase = self.kind
         found = self._found.get(signature, {}).get(phase, [])
         lasting = [moved for moved in found if moved.node.write is None]
-        self._refuse(lasting, self._mentioned.users_code)
-        walk = self._walk(self._mentioned)  # of all: a step on another path may have other effects
+        self._refuse(lasting, self.mentioned.users_code)
+        walk = self._walk(self.mentioned)  # of all: a step on another path may have other effects
         try:
             with uses_refused(self._hiding):
                 yield
@@ -137,14 +136,14 @@ class Effects:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo the effects of the enclosed eager step, which repeats a replay for a check."""
-        walk = self._walk(self._mentioned)
+        walk = self._walk(self.mentioned)
         found: list[Moved] = []
         try:
             yield
         finally:
             found += self._put_back(walk)
         if found:
-            line = line_that_sets(found[0], self._mentioned.users_code)
+            line = line_that_sets(found[0], self.mentioned.users_code)
             error = effect_error(found[0], line)
             raise StaleGraphError(error.reason.rstrip("."), error.remedy)
 
@@ -159,7 +158,7 @@ class Effects:
         for moved in found:
             if is_of_receiver(moved.holder):
                 continue
-            if is_set_elsewhere(moved, captured, self._mentioned.users_code):
+            if is_set_elsewhere(moved, captured, self.mentioned.users_code):
                 continue  # that code runs on the host in replays too
             error = effect_error(moved, line_that_sets(moved, captured) or nearest_line(moved, captured))
             error.in_optimizer = moved.of.startswith(_OF_OPTIMIZER)

@@ -26,7 +26,7 @@ class MentionedNames:
     """Names that the code of a step mentions.
 
     Attributes:
-        users: those of `names` that user code mentions.
+        users: those of `names` that user code mentions, and the names of its functions that ran.
         texts: string constants of user code that can name an attribute, by file.
         finds_by_text: files with code that finds attributes by a string.
         user_globals: global namespaces of user code, each with a name that is read from it.
@@ -99,7 +99,7 @@ class MentionedNames:
 
     def _add_users_code(self, code: CodeType) -> None:
         self.users_code.append(code)
-        self.users.update(code.co_names)
+        self.users.update((*code.co_names, code.co_name))  # torch calls `forward`
         texts = self.texts.setdefault(code.co_filename, set())
         texts.update(filter(str.isidentifier, _texts(code.co_consts)))
         if not _BY_TEXT.isdisjoint(code.co_names):

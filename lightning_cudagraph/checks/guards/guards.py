@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -26,9 +28,15 @@ from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.host_lines import first_line
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
-from lightning_cudagraph.checks.guards.structure import TABLES, Structure, described
+from lightning_cudagraph.checks.guards.structure import (
+    TABLES,
+    Structure,
+    described,
+    hooks_of,
+    name_of_hook,
+)
 from lightning_cudagraph.checks.guards.suspicions import Suspicions
-from lightning_cudagraph.checks.guards.switches import global_switches
+from lightning_cudagraph.checks.guards.switches import contexts, global_switches
 from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage, namespace_of
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
@@ -116,6 +124,7 @@ class Guards:
         self._unseen: list[Moved] = []  # changes that the walk has recorded already
         self._cheap: _State | None = None
         self._quick: object = None
+        self._contexts: tuple[object, ...] = ()
         self._thorough: _State = {}
         self._suspect = False
         self._structure: Structure | None = None
@@ -127,15 +136,21 @@ class Guards:
             unguarded.names,
             lambda holder: any(holder is module for module in model.modules()),
         )
-        self._watched: _State | None = None
+        self._watched: tuple[_State, Walk] | None = None
         self._moves: list[str | None] = []
 
     def watch(self) -> None:
         """Record the values that move from one warm-up step to the next."""
         now = self._values.cheap()
         if self._watched is not None:
-            self._moves.append(_first_difference(self._watched, now))
-        self._watched = now
+            was, walk = self._watched
+            moved = next((part.words for part in walk.changes() if part.is_read), None)
+            self._moves.append(_first_difference(was, now) or moved)
+        users = self._named(self.effects.mentioned.of_users_objects())
+        scope = Scope(self._unguarded.stops, reads=users)
+        # Optimizers with a step of their own: what moves there leaves the rest of the step to a graph.
+        held = [r for r in self._external.read() if not (r.by_name or isinstance(r.value, FunctionType))]
+        self._watched = now, Walk(held, scope)
 
     def moving(self) -> str | None:
         """A value that has moved in every warm-up step, in words; None if there is none."""
@@ -173,6 +188,7 @@ class Guards:
         )
         self._cheap = self._values.cheap()
         self._quick = self._quick_now()
+        self._contexts = contexts()
         self._thorough = self._thorough_state()
         self._suspect = False
 
@@ -199,6 +215,7 @@ class Guards:
             *self._roots_of_modules(self._model, "", reads),
             *self._roots_of_names(mentioned),
             *self._external.read(),
+            *_roots_of_hooks([], self._external.parameters().values()),
             *outside,
         ]
         for name, framework_object in self._external.around.items():
@@ -257,6 +274,7 @@ class Guards:
             yield Root(parameter, "", f"parameter `{name}`")
         for name, buffer in model.named_buffers(prefix=before):
             yield Root(buffer, "", f"buffer `{name}`")
+        yield from _roots_of_hooks(model.modules(), model.parameters())
 
     def _roots_of_names(self, mentioned: MentionedNames) -> Iterator[Root]:
         """Roots for globals, closure variables, and attributes that were read of host objects."""
@@ -286,6 +304,7 @@ class Guards:
         """Forget the record, when the graph is released."""
         self._cheap = None
         self._structure = None
+        self._contexts = ()
         self._reads, self._thorough, self._hidden = [], {}, {}
         self._walk, self._unseen = None, []
         self.suspicions.forget()
@@ -304,6 +323,8 @@ class Guards:
             return None
         if self._quick_now() != self._quick:
             return self._in_words("the settings of the optimizer changed")
+        if contexts() != self._contexts:
+            return self._in_words("a mode of torch, or hooks on saved tensors, were entered or left")
         if self._structure.changed():
             function = self._structure.classes.in_words()
             return self._in_words(
@@ -363,6 +384,15 @@ def _first_difference(before: _State, now: _State) -> str | None:
         if before[name] != now[name]:
             return f"{name} changed from {before[name]} to {now[name]}"
     return None
+
+
+def _roots_of_hooks(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> Iterator[Root]:
+    """Roots for hooks, which torch calls: no object that the step knows need hold what they read."""
+    for hook in hooks_of(modules, parameters):
+        kind = type(getattr(hook, "__self__", hook))
+        is_users = is_users_class(kind) or issubclass(kind, (FunctionType, partial))
+        path = hook.__name__ if isinstance(hook, FunctionType) else ""
+        yield Root(hook, path, f"the hook `{name_of_hook(hook)}`", by_name=not is_users)
 
 
 def _name_of(namespace: Mapping[str, Any]) -> str:

@@ -90,11 +90,17 @@ class _Modes:
         return any(module.training != was for module, was in self._odd)
 
 
-def _tables_of_hooks(modules: list[nn.Module], parameters: list[nn.Parameter]) -> list[Any]:
-    """The tables of modules, parameters and optimizers that hold hooks."""
+def hooks_of(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[Any]:
+    """The hooks of modules, of parameters and of their autograd nodes, and those of all modules."""
+    return [hook for table in _tables_of_hooks(modules, [*parameters]) for hook in table.values()]
+
+
+def _tables_of_hooks(modules: Iterable[nn.Module], parameters: list[nn.Parameter]) -> list[Any]:
+    """The tables that hold `hooks_of`, and hooks of all optimizers."""
     tables = [getattr(m, kind, None) for m in modules for kind in _MODULE_HOOKS]
     tables += _hooks_of_all().values()
     tables += [table for _, _, table in _hooks_of(parameters)]
+    tables += [table for p in parameters if p.requires_grad for table in _tables_of_node(p)]
     return [table for table in tables if table]
 
 
@@ -209,12 +215,13 @@ def _described(name: str, parameter: nn.Parameter) -> dict[str, Any]:
     for kind in TENSOR_HOOKS:
         state[f"`{kind}` of {name}"] = names_of_hooks(getattr(parameter, kind, None))
     if parameter.requires_grad:
-        state[f"the hooks of the autograd node of {name}"] = _hooks_of_node(parameter)
+        hooks = {key: hook for table in _tables_of_node(parameter) for key, hook in table.items()}
+        state[f"the hooks of the autograd node of {name}"] = names_of_hooks(hooks)
     return state
 
 
-def _hooks_of_node(parameter: nn.Parameter) -> str:
-    """The hooks of the node that accumulates a gradient, but for the tensor's own, in words.
+def _tables_of_node(parameter: nn.Parameter) -> list[dict[int, Any]]:
+    """The tables of hooks of the node that accumulates a gradient, but for the tensor's own.
 
     Only the garbage collector shows them. A node that nothing holds has none.
     """
@@ -222,15 +229,16 @@ def _hooks_of_node(parameter: nn.Parameter) -> str:
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     own = [getattr(parameter, kind, None) for kind in TENSOR_HOOKS]
     tables = [table for table in gc.get_referents(node) if isinstance(table, dict)]
-    return names_of_hooks(
-        {key: hook for t in tables if all(t is not o for o in own) for key, hook in t.items()}
-    )
+    return [table for table in tables if all(table is not each for each in own)]
 
 
 def names_of_hooks(hooks: dict[int, Any] | None) -> str:
     """The hooks in words, with torch's number of each, which tells two hooks of one name apart."""
     if not hooks:
         return "none"
-    return ", ".join(
-        f"`{getattr(h, '__qualname__', type(h).__qualname__)}` ({n})" for n, h in hooks.items()
-    )
+    return ", ".join(f"`{name_of_hook(hook)}` ({number})" for number, hook in hooks.items())
+
+
+def name_of_hook(hook: Any) -> str:
+    """The name of a hook: of a function its own, of another object that of its class."""
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))

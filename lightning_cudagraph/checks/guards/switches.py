@@ -1,4 +1,4 @@
-"""Guard on global switches of torch, which choose kernels and are baked in by a capture."""
+"""Guard on global switches and contexts of torch, which are baked in by a capture."""
 
 from __future__ import annotations
 
@@ -48,3 +48,22 @@ def global_switches() -> dict[str, Any]:
         for name in _GETTERS_OF_DEVICE:
             switches[f"{name}({device_type!r})"] = _named(name)(device_type)
     return switches
+
+
+def contexts() -> tuple[object, ...]:
+    """The contexts of torch that are entered: modes, hooks on saved tensors, autocast.
+
+    Code between steps can enter and leave them at any time, so they are compared before each replay.
+    """
+    functions, dispatch = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    return (
+        functions,
+        functions and torch._C._get_function_stack_at(functions - 1),
+        dispatch,
+        dispatch and torch._C._get_dispatch_stack_at(dispatch - 1),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    )

@@ -85,7 +85,8 @@ class Node:
 
     def was_read(self, label: Any) -> bool:
         """True if the step can have read a part: it mentions the name of an attribute."""
-        return self.is_read and (not isinstance(label, str) or not label or label in self.reads)
+        is_mentioned = not isinstance(label, str) or label in ("", "__code__") or label in self.reads
+        return self.is_read and is_mentioned
 
     def changes(self) -> Iterator[Moved]:
         now = self.read()

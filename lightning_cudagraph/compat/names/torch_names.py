@@ -135,8 +135,13 @@ _AUTOGRAD = (
     PrivateName("torch._C._current_graph_task_id", (TIMES, PARTS), lambda number: number() == -1),
     PrivateName("torch._C._are_functorch_transforms_active", (PARTS,), lambda active: active() is False),
     PrivateName(
-        "torch._C._autograd._top_saved_tensors_default_hooks", (PARTS,), lambda top: top(True) is None
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        (CAPTURES, PARTS),
+        lambda top: top(True) is None,
     ),
+    PrivateName("torch._C._len_torch_function_stack", (CAPTURES,), lambda length: length() >= 0),
+    PrivateName("torch._C._len_torch_dispatch_stack", (CAPTURES,), lambda length: length() >= 0),
+    *named("torch._C", "_get_function_stack_at _get_dispatch_stack_at", CAPTURES),
     PrivateName(f"{_DISPATCH}._get_current_dispatch_mode", (PARTS,), lambda mode: mode() is None),
     PrivateName("torch.autograd.forward_ad._current_level", (PARTS,), lambda level: level == -1),
     PrivateName("torch.nn.utils.parametrize._cache_enabled", (PARTS,), lambda depth: depth == 0),

@@ -60,4 +60,5 @@ class TrainingRun(CapturedRun):
             },
             containers=lambda: part.optimizer.places(),
             callees=lambda: [part.optimizer.optimizer, *outside.callees()],
+            read=lambda: part.optimizer.read() if part.optimizer.is_inspected else [],
         )

@@ -31,6 +31,7 @@ from lightning_cudagraph.checks.audit.calls.known_calls import (
     RECORDERS,
     RECORDING,
     SEEDS_ITSELF,
+    SELDOM,
     WRITES_TO_FILES,
     is_import,
     name_of_file,
@@ -105,7 +106,7 @@ class HostCalls:
         self._state = state
         # By identity: the code objects of compiled frames do not hash.
         self._moving = {id(code): name for code, name in {**READS, **rules.moving}.items()}
-        self._seldom = {id(code): value for code, value in rules.seldom.items()}
+        self._seldom = {id(code): value for code, value in {**SELDOM, **rules.seldom}.items()}
         self._refused = {id(code): value for code, value in rules.refused.items()}
         self._seeds = {id(code): value for code, value in seeds(device_type).items()}
         self._effects = {id(code): name for code, name in {**EFFECTS, **rules.effects}.items()}

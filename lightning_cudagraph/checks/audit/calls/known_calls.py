@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from datetime import date, datetime
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -44,6 +45,10 @@ WRITES_TO_FILES = frozenset({"write", "writelines"})
 READS: dict[CodeType, str] = {torch.load.__code__: "torch.load"}
 if _NEXT in vars(_BaseDataLoaderIter):  # else captures are refused
     READS[vars(_BaseDataLoaderIter)[_NEXT].__code__] = "next(DataLoader)"
+# Getters of values that move seldom, with a function to read them.
+SELDOM: dict[CodeType, tuple[str, Callable[[], Any]]] = {
+    torch.initial_seed.__code__: ("torch.initial_seed()", torch.initial_seed)
+}
 EFFECTS: dict[CodeType, str] = {
     subprocess.Popen.__init__.__code__: "subprocess",
     torch.save.__code__: "torch.save",
