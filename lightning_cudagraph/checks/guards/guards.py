@@ -85,12 +85,15 @@ class OutsideModel:
             optimizer state.
         roots: the user's objects that a step may change.
         read: those of which a step may read what it mentions.
+        callees: objects with methods that steps call.
+        hooked: objects whose classes can be given other hooks; their own are compared elsewhere.
     """
 
     around: Mapping[str, Any] = field(default_factory=dict)
     parameters: Callable[[], dict[str, nn.Parameter]] = dict
     containers: Callable[[], list[Collection[Any]]] = list
     callees: Callable[[], Sequence[object]] = list
+    hooked: Callable[[], Sequence[object]] = list
     roots: Callable[[], list[Root]] = list
     read: Callable[[], list[Root]] = list
 
@@ -170,6 +173,7 @@ class Guards:
             self._external.containers(),
             self._loose().values(),
             self._external.callees(),
+            self._external.hooked(),
         )
         self._cheap = self._values.cheap()
         self._quick = self._quick_now()
