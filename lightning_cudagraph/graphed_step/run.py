@@ -25,6 +25,7 @@ from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignatur
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
+from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.compat.tables import notes_of_captures
@@ -373,13 +374,17 @@ class StepRun:
         surroundings = self._surroundings
         guards = Guards(
             self._model,
-            GuardedValues(optimizers.hyperparameters, optimizers.addresses, optimizers.frozen_values),
+            GuardedValues(
+                lambda: {**optimizers.hyperparameters(), **_labelled(surroundings.parts())},
+                optimizers.addresses,
+                lambda: (*optimizers.frozen_values(), *map(id, surroundings.parts())),
+            ),
             Unguarded(surroundings.unwatched | self._harmless, surroundings.stays_on_host),
             OutsideModel(
                 surroundings.around,
                 optimizers.parameters,
                 optimizers.places,
-                optimizers.stepped,
+                lambda: [*optimizers.stepped(), *surroundings.callees()],
                 # `OptimizerSteps` compares the options, which schedulers of manual optimization move.
                 lambda: [*optimizer_roots(optimizers.stepped(), with_options=False)],
                 lambda: [*optimizer_roots(optimizers.stepped(), with_options=False, by_name=True)],
@@ -409,6 +414,13 @@ class StepRun:
             returned = self._recorder.run(arguments)
         self._replicas.ran()
         return copied(returned)
+
+
+def _labelled(parts: list[object]) -> dict[str, Identity]:
+    return {
+        f"the `{type(part).__qualname__}` of the trainer ({index})": Identity(part)
+        for index, part in enumerate(parts)
+    }
 
 
 def _shapes(batch: dict[str, Any]) -> list[object]:

@@ -83,9 +83,9 @@ class OutsideModel:
         parameters: the parameters of optimizers by name, which may belong to no module.
         containers: lists and dictionary views with members that must stay the same objects, such as
             optimizer state.
+        callees: objects with methods that steps call, of their own or of their classes.
         roots: the user's objects that a step may change.
         read: those of which a step may read what it mentions.
-        callees: objects with methods that steps call.
         hooked: objects whose classes can be given other hooks; their own are compared elsewhere.
     """
 
@@ -93,9 +93,9 @@ class OutsideModel:
     parameters: Callable[[], dict[str, nn.Parameter]] = dict
     containers: Callable[[], list[Collection[Any]]] = list
     callees: Callable[[], Sequence[object]] = list
-    hooked: Callable[[], Sequence[object]] = list
     roots: Callable[[], list[Root]] = list
     read: Callable[[], list[Root]] = list
+    hooked: Callable[[], Sequence[object]] = list
 
 
 class Guards:

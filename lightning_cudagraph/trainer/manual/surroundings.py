@@ -52,6 +52,9 @@ class ManualOptimization(PlainLoop):
         self.trainer = trainer
         self.around: Mapping[str, Any] = {"trainer": trainer}
         self.unwatched = PlainLoop.unwatched | OWN_ATTRIBUTES
+        # Those for which the run has prepared.
+        self._optimizers = [*trainer.strategy.optimizers]
+        self._scaler = scaler_of(trainer)
 
     def optimizer_in(self, optimizer: Any) -> Any:
         return optimizer_inside(optimizer)
@@ -71,6 +74,11 @@ class ManualOptimization(PlainLoop):
                 " single device.",
                 "Pass `Trainer(devices=1)`; or write the loop with Fabric, where `GraphedStep` knows"
                 " `DistributedDataParallel`.",
+            )
+        if strategy.optimizers != self._optimizers or scaler_of(self.trainer) is not self._scaler:
+            raise UnsupportedError(
+                "The trainer has got other optimizers, or another gradient scaler, in the middle of a run.",
+                "Change options of those that it had, such as the learning rate, instead.",
             )
         for callback in callbacks_of(self.trainer):
             if isinstance(callback, LayerTimingsMonitor):
@@ -114,6 +122,14 @@ class ManualOptimization(PlainLoop):
         with metric_reads(read.note):
             yield
         read.tell(mentioned, lambda metric, name: False)
+
+    def parts(self) -> list[object]:
+        trainer = self.trainer
+        optimizers = trainer.strategy._lightning_optimizers
+        return [trainer.strategy, scaler_of(trainer), *callbacks_of(trainer), *optimizers]
+
+    def callees(self) -> list[object]:
+        return [self.trainer.precision_plugin, *(part for part in self.parts() if part is not None)]
 
     def _wrappers(self) -> list[LightningOptimizer]:
         return list(self.trainer.strategy._lightning_optimizers)
