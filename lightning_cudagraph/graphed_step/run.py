@@ -379,7 +379,11 @@ class StepRun:
                 optimizers.addresses,
                 lambda: (*optimizers.frozen_values(), *map(id, surroundings.parts())),
             ),
-            Unguarded(surroundings.unwatched | self._harmless, surroundings.stays_on_host),
+            Unguarded(
+                surroundings.unwatched | self._harmless,
+                surroundings.stays_on_host,
+                known=() if optimizers.scaler is None else (optimizers.scaler.scaler,),
+            ),
             OutsideModel(
                 surroundings.around,
                 optimizers.parameters,

@@ -47,7 +47,7 @@ class PlainLoop:
         """Raise `UnsupportedError` if no step in this framework setup can be captured, as it is now."""
 
     def parts(self) -> list[object]:
-        """Return the objects of the framework that steps use; others in their place invalidate graphs."""
+        """Return the objects of the framework that steps use; others invalidate graphs."""
         return []
 
     def callees(self) -> list[object]:

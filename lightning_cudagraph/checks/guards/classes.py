@@ -61,7 +61,9 @@ class _Own(Versions):
         return [*own], [*own.values()]
 
     def in_words(self, index: int, owner: object) -> str:
-        was, now = (dict(zip(*each, strict=True)) for each in (self._contents[index], self._content(index)))
+        was, now = (
+            dict(zip(*each, strict=True)) for each in (self._contents[index], self._content(index))
+        )
         return f"`{_replaced(was, now)}` of the `{type(owner).__qualname__}` was replaced"
 
 

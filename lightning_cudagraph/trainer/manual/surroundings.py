@@ -77,7 +77,7 @@ class ManualOptimization(PlainLoop):
             )
         if strategy.optimizers != self._optimizers or scaler_of(self.trainer) is not self._scaler:
             raise UnsupportedError(
-                "The trainer has got other optimizers, or another gradient scaler, in the middle of a run.",
+                "The trainer has other optimizers, or another gradient scaler, than when the run began.",
                 "Change options of those that it had, such as the learning rate, instead.",
             )
         for callback in callbacks_of(self.trainer):

@@ -81,7 +81,9 @@ class PartsTraining:
         """Install all patches."""
         loop = self._trainer.fit_loop.epoch_loop
         for owner in (loop.automatic_optimization, loop.manual_optimization):
-            patch_method(owner, "run", partial(self._optimization, Original(owner, "run")), self._patches)
+            patch_method(
+                owner, "run", partial(self._optimization, Original(owner, "run")), self._patches
+            )
         for part, module in zip(self._parts, self._modules, strict=True):
             patch_method(module, "forward", part, self._patches)
 
