@@ -407,6 +407,7 @@ def _replaced_in_mid_epoch(
                 watched=False,
                 checkpoint_every=0,
                 max_epochs=2,
+                enable_checkpointing=False,
             )
         runs.append(run)
     harness.assert_same(*runs)
