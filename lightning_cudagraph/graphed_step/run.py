@@ -421,10 +421,11 @@ class StepRun:
 
 
 def _labelled(parts: list[object]) -> dict[str, Identity]:
-    return {
-        f"the `{type(part).__qualname__}` of the trainer ({index})": Identity(part)
-        for index, part in enumerate(parts)
-    }
+    found: dict[str, Identity] = {}
+    for part in parts:
+        name = f"the `{type(part).__qualname__}` of the trainer"
+        found[f"{name} ({len(found)})" if name in found else name] = Identity(part)
+    return found
 
 
 def _shapes(batch: dict[str, Any]) -> list[object]:
