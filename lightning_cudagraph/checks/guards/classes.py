@@ -55,7 +55,9 @@ class _Own(Versions):
     def _content(self, index: int) -> tuple[list[Any], list[Any]]:
         held, names = self._dicts[index], self._names[index]
         assert isinstance(names, frozenset)
-        # In C, and most often empty: some of these dictionaries are written to in every step.
+        # In C, because some of these dictionaries are written to in every step.
+        if names.isdisjoint(held):
+            return [], []
         own = {name: held[name] for name in sorted(names.intersection(held))}
         own = {name: value for name, value in own.items() if callable(value) and not _is_patch(value)}
         return [*own], [*own.values()]

@@ -88,7 +88,6 @@ class OutsideModel:
         callees: objects with methods that steps call, of their own or of their classes.
         roots: the user's objects that a step may change.
         read: those of which a step may read what it mentions.
-        hooked: objects whose classes can be given other hooks; their own are compared elsewhere.
     """
 
     around: Mapping[str, Any] = field(default_factory=dict)
@@ -97,7 +96,6 @@ class OutsideModel:
     callees: Callable[[], Sequence[object]] = list
     roots: Callable[[], list[Root]] = list
     read: Callable[[], list[Root]] = list
-    hooked: Callable[[], Sequence[object]] = list
 
 
 class Guards:
@@ -175,7 +173,6 @@ class Guards:
             self._external.containers(),
             self._loose().values(),
             self._external.callees(),
-            self._external.hooked(),
         )
         self._cheap = self._values.cheap()
         self._quick = self._quick_now()

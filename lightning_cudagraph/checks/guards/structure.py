@@ -118,7 +118,6 @@ class Structure:
         others: list[Collection[Any]],
         loose: Iterable[nn.Parameter] = (),
         callees: Iterable[object] = (),
-        hooked: Iterable[object] = (),
     ) -> None:
         modules = list({id(m): m for model in models for m in model.modules()}.values())
         own = [p for model in models for p in model.parameters()]
@@ -139,7 +138,7 @@ class Structure:
         self._next_hook = RemovableHandle.next_id
         one_of_each = {type(parameter): parameter for parameter in parameters}
         callees = [*callees]
-        self.classes = Classes([*modules, *one_of_each.values(), *callees, *hooked], callees)
+        self.classes = Classes([*modules, *one_of_each.values(), *callees], callees)
 
     def changed(self) -> bool:
         """True if anything changed, but for hooks that were registered."""

@@ -27,7 +27,7 @@ from lightning_cudagraph.trainer.common.host_rules import (
 from lightning_cudagraph.trainer.common.replicas import Replicas
 from lightning_cudagraph.trainer.common.step_numbers import StepNumbers
 from lightning_cudagraph.trainer.config.settings import Settings
-from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING, callbacks_of
+from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING
 from lightning_cudagraph.trainer.logs.logged_step import Event
 from lightning_cudagraph.trainer.logs.recorder import Logs
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
@@ -107,7 +107,6 @@ class CapturedRun:
         return OutsideModel(
             around={"trainer": trainer},
             callees=lambda: [trainer.strategy, trainer.precision_plugin],
-            hooked=lambda: callbacks_of(trainer) if self.is_training else [],
             roots=lambda: outside_of_model(trainer),
         )
 

@@ -1,8 +1,8 @@
 """Conditions of the fast path, compared after user code has run.
 
 They are found once, after a replay. User code between two steps can add a callback, or give an object or
-its class another hook or method: then a list, one of some values, or the record of methods is another,
-which a few comparisons in C show.
+its class another hook or method: then a list, a method or one of some values is another, which a few
+comparisons in C show.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_cudagraph.checks.guards.classes import Classes
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
 # Methods that the epoch loop calls around `advance`; one set on the instance has to be called.
@@ -23,6 +22,14 @@ OF_OPTIMIZATION = ("run", "_make_closure", "_optimizer_step")
 
 # Methods of the strategy that this package patches; a patch of other code on top has to be called.
 PATCHED = ("batch_to_device", "optimizer_step")
+
+# Hooks and methods that are called between two steps, or instead of which the fast path does something.
+_OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_OF_MODULE = (
+    *(*_OF_BATCHES, *_TRANSFERS, "training_step", "on_before_zero_grad", "optimizer_zero_grad"),
+    *("optimizer_step", "on_after_backward", "lr_scheduler_step"),
+)
 
 
 class Conditions:
@@ -37,21 +44,38 @@ class Conditions:
         optimization = loop.automatic_optimization
         (optimizer,) = strategy._lightning_optimizers
         data = getattr(trainer, "datamodule", None)
-        found = (module, data, loop, strategy, optimization, optimizer)
-        owners = [*(owner for owner in found if owner is not None), *self._callbacks, *self._loggers]
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self._methods = Classes([*owners, *schedulers], [*owners, *schedulers])
+        called: list[tuple[Any, tuple[str, ...]]] = [
+            (module, _OF_MODULE),
+            *((callback, _OF_BATCHES) for callback in self._callbacks),
+            *((owner, _TRANSFERS) for owner in (data,) if owner is not None),
+        ]
+        one: list[tuple[Any, str]] = [
+            (strategy, "on_train_batch_start"),
+            (type(strategy), "batch_to_device"),  # below the patch
+            (optimizer, "step"),
+            *((logger, "log_metrics") for logger in self._loggers),
+            *((config.scheduler, "step") for config in trainer.lr_scheduler_configs),
+        ]
+        # Methods as they are found: of objects and of their classes. Bound ones are equal if they have
+        # the same function and object.
+        self._getters = [(operator.attrgetter(*names), owner) for owner, names in called]
+        self._getters += [(operator.attrgetter(name), owner) for owner, name in one]
+        self._methods = self._methods_now()
         # Other values that make a difference, and patches of this package that other code can undo.
         picked: list[tuple[Any, tuple[str, ...]]] = [
             (trainer, ("profiler", "datamodule")),
             (module, ("_automatic_optimization",)),
-            (loop, ("advance", "automatic_optimization", "_results")),
+            (loop, ("advance", "automatic_optimization", "_results", *AROUND)),
             (strategy, ("_lightning_module", "_lightning_optimizers", *PATCHED)),
+            (optimization, OF_OPTIMIZATION),
             (optimizer, ("_on_before_step", "_on_after_step")),
         ]
         self._spaces = [vars(owner) for owner, names in picked for _ in names]
         self._names = [name for _, names in picked for name in names]
         self._values = [*map(dict.get, self._spaces, self._names)]
+
+    def _methods_now(self) -> list[Any]:
+        return [get(owner) for get, owner in self._getters]
 
     def changed(self) -> bool:
         return (
@@ -59,5 +83,5 @@ class Conditions:
             or callbacks_of(self._trainer) != self._callbacks
             or self._trainer.loggers != self._loggers
             or not all(map(operator.is_, map(dict.get, self._spaces, self._names), self._values))
-            or self._methods.changed()
+            or self._methods_now() != self._methods
         )
