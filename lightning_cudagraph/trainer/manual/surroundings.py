@@ -52,9 +52,8 @@ class ManualOptimization(PlainLoop):
         self.trainer = trainer
         self.around: Mapping[str, Any] = {"trainer": trainer}
         self.unwatched = PlainLoop.unwatched | OWN_ATTRIBUTES
-        # Those for which the run has prepared.
-        self._optimizers = [*trainer.strategy.optimizers]
-        self._scaler = scaler_of(trainer)
+        # Optimizers and scaler, for which a run prepares after the first check.
+        self._prepared: list[object] = []
 
     def optimizer_in(self, optimizer: Any) -> Any:
         return optimizer_inside(optimizer)
@@ -75,7 +74,9 @@ class ManualOptimization(PlainLoop):
                 "Pass `Trainer(devices=1)`; or write the loop with Fabric, where `GraphedStep` knows"
                 " `DistributedDataParallel`.",
             )
-        if strategy.optimizers != self._optimizers or scaler_of(self.trainer) is not self._scaler:
+        found = [*strategy.optimizers, scaler_of(self.trainer)]
+        self._prepared = self._prepared or found
+        if found != self._prepared:
             raise UnsupportedError(
                 "The trainer has other optimizers, or another gradient scaler, than when the run began.",
                 "Change options of those that it had, such as the learning rate, instead.",
