@@ -74,7 +74,7 @@ class ManualOptimization(PlainLoop):
                 "Pass `Trainer(devices=1)`; or write the loop with Fabric, where `GraphedStep` knows"
                 " `DistributedDataParallel`.",
             )
-        found = [*strategy.optimizers, scaler_of(self.trainer)]
+        found: list[object] = [*strategy.optimizers, scaler_of(self.trainer)]
         self._prepared = self._prepared or found
         if found != self._prepared:
             raise UnsupportedError(
