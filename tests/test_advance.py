@@ -14,9 +14,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 
 from lightning_cudagraph import CUDAGraphCallback
@@ -302,3 +304,144 @@ def test_a_hook_from_a_dataloader(tmp_path: Path, accelerator: str) -> None:
     assert not differences(plain.module.seen, graph.module.seen)
     assert len(plain.module.seen) > 1
     assert graph.counts.replayed > 5
+
+
+class Has(Callback):
+    """A callback that is given hooks."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+
+class Module(Net):
+    pass
+
+
+class Data(pl.LightningDataModule):
+    """Twelve batches; `at_ninth` is called where the loader makes the ninth."""
+
+    def __init__(self, at_ninth: Any) -> None:
+        super().__init__()
+        self.batches = _Loader(at_ninth)
+
+    def train_dataloader(self) -> Any:
+        return self.batches
+
+    def val_dataloader(self) -> Any:
+        return loader(seed=1, batches=2)
+
+
+class _Loader(Adds):
+    def __init__(self, at_ninth: Any) -> None:
+        self.at_ninth = at_ninth
+
+    def __iter__(self) -> Any:
+        for i, batch in enumerate(loader(ragged=False, batches=12)):
+            if i == 8:
+                self.at_ninth()
+                self.at_ninth = lambda: None
+            yield batch
+
+
+class AtNinth(Callback):
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 8 and trainer.current_epoch == 0:
+            self.call()
+
+
+def _replace(patch: pytest.MonkeyPatch, module: Net, has: Has, where: Any, name: str) -> None:
+    """Put a function in the place of a method or hook, which also changes a weight."""
+    was = getattr(Has if where in ("instance", "another class") else where, name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        module.head.weight.data.mul_(0.97)
+        return was(*args, **kwargs)
+
+    if where == "instance":  # which has as many attributes afterwards
+        del has.left
+        setattr(has, name, functools.partial(function, has))
+    elif where == "another class":
+        has.__class__ = type("Other", (Has,), {name: function})  # type: ignore[assignment]
+    else:
+        patch.setattr(where, name, function)
+
+
+_OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_INSIDE = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+_OF_STRATEGY = ("optimizer_step", "batch_to_device", "on_train_batch_start")
+REPLACED = [
+    *((Has, name) for name in (*_INSIDE, *_OF_BATCHES)),
+    *(("another class", name) for name in (*_INSIDE, *_OF_BATCHES)),
+    *(("instance", name) for name in _OF_BATCHES),
+    *((Module, name) for name in (*_TRANSFERS, *_OF_BATCHES)),
+    *((Data, name) for name in _TRANSFERS),
+    *((Strategy, name) for name in _OF_STRATEGY),
+    (LightningOptimizer, "step"),
+]
+
+
+def _fit_with(data: Data, trainer: Any, module: Any, *loaders: Any, **kwargs: Any) -> None:
+    trainer.fit(module, datamodule=data, **kwargs)
+
+
+def _replaced_in_mid_epoch(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, moment: str
+) -> None:
+    runs = []
+    for callback in (None, CUDAGraphCallback()):
+        module, has = make(Module), Has()
+        with monkeypatch.context() as patch:
+            replace = functools.partial(_replace, patch, module, has, where, name)
+            data = Data(replace if moment == "loader" else lambda: None)
+            run = harness.train(
+                module,
+                tmp_path / str(len(runs)),
+                callback,
+                accelerator=accelerator,
+                callbacks=(has, *([AtNinth(replace)] if moment == "hook" else [])),
+                fit=functools.partial(_fit_with, data),
+                watched=False,
+                checkpoint_every=0,
+                max_epochs=2,
+                enable_checkpointing=False,
+            )
+        runs.append(run)
+    harness.assert_same(*runs)
+    assert runs[1].counts.replayed > 8
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden:UserWarning")
+@pytest.mark.parametrize(
+    ("where", "name", "moment"),
+    [
+        (Has, "on_before_backward", "hook"),
+        ("another class", "on_after_backward", "loader"),
+        ("instance", "on_train_batch_end", "loader"),
+        (Module, "on_train_batch_end", "loader"),
+        (Module, "on_after_batch_transfer", "hook"),
+        (Data, "on_before_batch_transfer", "hook"),
+        (Data, "on_after_batch_transfer", "loader"),
+        (Strategy, "optimizer_step", "loader"),
+        (Strategy, "batch_to_device", "hook"),
+        (Strategy, "on_train_batch_start", "hook"),
+        (LightningOptimizer, "step", "loader"),
+    ],
+)
+def test_replaced_in_mid_epoch(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, moment: str
+) -> None:
+    _replaced_in_mid_epoch(tmp_path, accelerator, monkeypatch, where, name, moment)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:You have overridden:UserWarning")
+@pytest.mark.parametrize("moment", ["hook", "loader"])
+@pytest.mark.parametrize(("where", "name"), REPLACED)
+def test_all_that_are_replaced_in_mid_epoch(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, moment: str
+) -> None:
+    _replaced_in_mid_epoch(tmp_path, accelerator, monkeypatch, where, name, moment)

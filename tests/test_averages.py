@@ -117,6 +117,38 @@ def test_averages_of_user_code(tmp_path: Path, accelerator: str, name: str) -> N
     assert "update_parameters" not in vars(average)
 
 
+class OtherUpdate(Averaging):
+    """Another method on the class of averages from some step on."""
+
+    def change(self, pl_module: Any) -> None:
+        update = AveragedModel.update_parameters
+        self.patch.setattr(AveragedModel, "update_parameters", _twice(update))
+
+    patch: pytest.MonkeyPatch
+
+
+def _twice(update: Any) -> Any:
+    def twice(average: AveragedModel, model: Any) -> None:
+        update(average, model)
+        update(average, model)
+
+    return twice
+
+
+def test_another_update_in_the_middle(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for ours in (None, CUDAGraphCallback()):
+        with monkeypatch.context() as patch:
+            averaging = OtherUpdate()
+            averaging.patch = patch
+            folder = tmp_path / str(len(runs))
+            runs.append(train(make(Net), folder, ours, accelerator=accelerator, callbacks=(averaging,)))
+    assert_same(*runs)
+    assert 0 < replays(runs[1]) < 17
+
+
 def asks(averaged: Tensor, current: Tensor, number: Tensor) -> Tensor:
     return torch.lerp(averaged, current, 1 / (1 + number.item()))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -478,3 +481,72 @@ def test_a_part_that_is_captured_already(tmp_path: Path, accelerator: str) -> No
 
     with pytest.raises(UnsupportedError, match=r"Parts\.part` is a `GraphedStep`"):
         both(tmp_path, accelerator, Parts)
+
+
+class Boosts(Callback):
+    """Calls a function in the middle of the second epoch."""
+
+    def __init__(self, change: Callable[[pl.Trainer, Callback], None]) -> None:
+        self.change = change
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 2):
+            self.change(trainer, self)
+
+
+def _shrink(trainer: Any, module: Any, *args: Any) -> None:
+    module.generator[0].weight.data.mul_(0.9)
+
+
+def _other_class(trainer: Any, callback: Callback) -> None:
+    hook = staticmethod(_shrink)
+    callback.__class__ = type("Other", (Boosts,), {"on_before_backward": hook})  # type: ignore[assignment]
+
+
+def _own_hook(trainer: Any, callback: Callback) -> None:
+    callback.on_after_backward = _shrink  # type: ignore[method-assign]
+
+
+def _another_callback(trainer: Any, callback: Callback) -> None:
+    other = Callback()
+    other.on_before_optimizer_step = _shrink  # type: ignore[method-assign]
+    trainer.callbacks.append(other)
+
+
+def _other_optimizers(trainer: Any, callback: Callback) -> None:
+    trainer.strategy.optimizers = [
+        torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.05) for optimizer in trainer.optimizers
+    ]
+
+
+def _other_scaler(trainer: Any, callback: Callback) -> None:
+    scaler = torch.amp.GradScaler(trainer.strategy.root_device.type, init_scale=32.0)
+    trainer.precision_plugin.scaler = scaler
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_other_class, "`Boosts`"),
+        (_own_hook, "`on_after_backward` of the `Boosts` was replaced"),
+        (_another_callback, "`Callback` of the trainer"),
+        (_other_optimizers, "`LightningAdam` of the trainer"),
+        (_other_scaler, "`GradScaler` of the trainer"),
+    ],
+)
+def test_a_change_around_the_step(tmp_path: Path, accelerator: str, change: Any, words: str) -> None:
+    device = "cuda" if accelerator == "gpu" else "cpu"
+    runs = []
+    for ours in (None, CUDAGraphCallback()):
+        scaler = torch.amp.GradScaler(device, init_scale=4096.0)
+        kwargs = {"callbacks": (Boosts(change),), "accelerator": accelerator, "max_epochs": 3}
+        if change is _other_scaler:
+            kwargs["plugins"] = [MixedPrecision("16-mixed", device, scaler)]
+        folder = tmp_path / str(len(runs))
+        loaders = {"train_loader": loader(), "val_loader": loader()}
+        runs.append(train(make(GAN), folder, ours, **loaders, **kwargs))
+    assert_same(*runs)
+    counts = runs[1].counts
+    assert words in counts.recaptures[0]
+    # Before the change: then the new parts are not for a graph, and steps go on without one.
+    assert counts.replayed == BATCHES + 2 - WARMUP

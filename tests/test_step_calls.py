@@ -95,8 +95,28 @@ class ScalesTwice(Scales):
         return step(x, y)
 
 
+class ScalesInAClosure(Scales):
+    """A function that finds model, optimizer and scaler in its closure."""
+
+    def build(self) -> None:
+        super().build()
+        net, optimizer, scaler = self.net, self.optimizer, self.scaler
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        self.step = step  # type: ignore[method-assign]
+
+
 # The gradients of the second's parameters are added to, and then dropped: learned in two more steps.
-@pytest.mark.parametrize(("loop", "replays"), [(Scales, 21), (ScalesTwo, 19), (ScalesTwice, 21)])
+@pytest.mark.parametrize(
+    ("loop", "replays"), [(Scales, 21), (ScalesTwo, 19), (ScalesTwice, 21), (ScalesInAClosure, 21)]
+)
 def test_fp16(accelerator: str, loop: type[Loop], replays: int) -> None:
     step = assert_equal_runs(lambda: loop(device_of(accelerator)), replays)
     assert not step.summary.calls.eager

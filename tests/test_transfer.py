@@ -14,7 +14,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_cudagraph import CUDAGraphCallback
@@ -42,14 +41,15 @@ class Run:
         self.module = make(build)
         self.callback = callback
         self.counts = Apart(moved=0)
-        move = Strategy.batch_to_device
+        move = pl.LightningModule._apply_batch_transfer_handler
 
-        def counted(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
-            self.counts["moved"] += int(bool(strategy.lightning_module.trainer.training))  # type: ignore[union-attr]
-            return move(strategy, *args, **kwargs)
+        # Not `Strategy.batch_to_device`: a function there that is not Lightning's gets each batch.
+        def counted(module: pl.LightningModule, *args: Any, **kwargs: Any) -> Any:
+            self.counts["moved"] += int(bool(module.trainer.training))
+            return move(module, *args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Strategy, "batch_to_device", counted)
+            patch.setattr(pl.LightningModule, "_apply_batch_transfer_handler", counted)
             trainer = pl.Trainer(
                 accelerator=accelerator,
                 devices=1,

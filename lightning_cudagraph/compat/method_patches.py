@@ -29,6 +29,34 @@ class MethodPatch:
         return getattr, (self._owner, self._name)
 
 
+class Original:
+    """The method of an object below a patch, looked up on its class at each call.
+
+    Code that replaces the method of the class has it called from then on.
+    """
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._owner = owner
+        self._name = name
+        self._own = vars(owner).get(name)
+        self._bound = getattr(owner, name)
+
+    @property
+    def now(self) -> Callable[..., Any]:
+        """The method as it is now."""
+        if self._own is not None:
+            return self._own  # type: ignore[no-any-return]
+        owner, kind = self._owner, type(self._owner)
+        for base in kind.__mro__:
+            if (found := vars(base).get(self._name)) is not None:
+                bind = getattr(type(found), "__get__", None)
+                return found if bind is None else bind(found, owner, kind)  # type: ignore[no-any-return]
+        return self._bound  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.now(*args, **kwargs)
+
+
 def patch_method(
     owner: object,
     name: str,

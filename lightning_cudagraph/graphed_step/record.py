@@ -175,6 +175,7 @@ class StepRecorder:
     ) -> StepResult:
         """Run the function on the static arguments, in a capture or in a rehearsal."""
         if capturing:
+            self._surroundings.check()
             habits.check()
         self._optimizers.check()
         host_notes: list[Callable[[], object]] = []

@@ -25,6 +25,7 @@ from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignatur
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
+from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.checks.walk.scope import Root
@@ -376,13 +377,21 @@ class StepRun:
         name = getattr(self._function, "__name__", "")
         guards = Guards(
             self._model,
-            GuardedValues(optimizers.hyperparameters, optimizers.addresses, optimizers.frozen_values),
-            Unguarded(surroundings.unwatched | self._harmless, surroundings.stays_on_host),
+            GuardedValues(
+                lambda: {**optimizers.hyperparameters(), **_labelled(surroundings.parts())},
+                optimizers.addresses,
+                lambda: (*optimizers.frozen_values(), *map(id, surroundings.parts())),
+            ),
+            Unguarded(
+                surroundings.unwatched | self._harmless,
+                surroundings.stays_on_host,
+                known=() if optimizers.scaler is None else (optimizers.scaler.scaler,),
+            ),
             OutsideModel(
                 surroundings.around,
                 optimizers.parameters,
                 optimizers.places,
-                optimizers.stepped,
+                lambda: [*optimizers.stepped(), *surroundings.callees()],
                 # `OptimizerSteps` compares the options, which schedulers of manual optimization move.
                 lambda: [*optimizer_roots(optimizers.stepped(), with_options=False)],
                 lambda: [*optimizers.read(), Root(self._function, name, "the step")],
@@ -412,6 +421,14 @@ class StepRun:
             returned = self._recorder.run(arguments)
         self._replicas.ran()
         return copied(returned)
+
+
+def _labelled(parts: list[object]) -> dict[str, Identity]:
+    found: dict[str, Identity] = {}
+    for part in parts:
+        name = f"the `{type(part).__qualname__}` of the trainer"
+        found[f"{name} ({len(found)})" if name in found else name] = Identity(part)
+    return found
 
 
 def _shapes(batch: dict[str, Any]) -> list[object]:

@@ -44,7 +44,15 @@ class PlainLoop:
         return None
 
     def check(self) -> None:
-        """Raise `UnsupportedError` if no step in this framework setup can be captured."""
+        """Raise `UnsupportedError` if no step in this framework setup can be captured, as it is now."""
+
+    def parts(self) -> list[object]:
+        """Return the objects of the framework that steps use; others invalidate graphs."""
+        return []
+
+    def callees(self) -> list[object]:
+        """Return the objects of the framework with methods that steps call."""
+        return []
 
     def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
         return HostRules(

@@ -13,7 +13,7 @@ in the first forward pass after a training step: that batch runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
-from lightning_cudagraph.compat.method_patches import patch_method
+from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import CaptureError, Wording
 from lightning_cudagraph.tensors.batch import (
@@ -118,7 +118,7 @@ class GraphedEvaluation:
         self._stage = stage
         self._step_name = f"{stage}_step"
         self._patches = ExitStack()
-        self._eager_step: Callable[..., Any] | None = None
+        self._eager_step: Original | None = None
         gather = f"Log with `sync_dist=True`, or gather in `on_{stage}_epoch_end`"
         apart = "an evaluation step", f"{gather}; or leave out `evaluation=True`."
         self._run = run = CapturedRun(
@@ -155,7 +155,7 @@ class GraphedEvaluation:
         if self._eager_step is not None:
             return
         strategy = self._trainer.strategy
-        self._eager_step = getattr(strategy, self._step_name)
+        self._eager_step = Original(strategy, self._step_name)
         patch_method(strategy, self._step_name, self._step, self._patches)
 
     def close(self) -> None:

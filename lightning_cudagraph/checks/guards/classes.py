@@ -22,9 +22,6 @@ _IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8
 # A C function that `map` calls: the method resolution order of a class, another tuple for other bases.
 _order = type.__dict__["__mro__"].__get__
 
-# By an owner, in words and by its id, and a name.
-_Functions = dict[tuple[str, int, str], Any]
-
 
 def _is_patch(function: Any) -> bool:
     """True for patches of this package, and for the wrapper that torch's schedulers put around `step`.
@@ -35,8 +32,53 @@ def _is_patch(function: Any) -> bool:
     return is_of_schedulers or type(function) is MethodPatch
 
 
+def _functions_of(base: type) -> dict[str, Any]:
+    """The functions and other descriptors of a class itself, by name."""
+    return {
+        name: value
+        for name, value in vars(base).items()
+        if callable(value) or hasattr(type(value), "__get__")
+    }
+
+
+def _replaced(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """The first name with another function than before; None if there is none."""
+    return next((n for n in {**before, **now} if before.get(n) is not now.get(n)), None)
+
+
+class _Own(Versions):
+    """The methods that objects have of their own, in place of those of their classes."""
+
+    def __init__(self, owners: list[object]) -> None:
+        super().__init__([*map(vars, owners)], [*map(_methods_of, map(type, owners))])
+
+    def _content(self, index: int) -> tuple[list[Any], list[Any]]:
+        held, names = self._dicts[index], self._names[index]
+        assert isinstance(names, frozenset)
+        # In C, because some of these dictionaries are written to in every step.
+        if names.isdisjoint(held):
+            return [], []
+        own = {name: held[name] for name in sorted(names.intersection(held))}
+        own = {name: value for name, value in own.items() if callable(value) and not _is_patch(value)}
+        return [*own], [*own.values()]
+
+    def in_words(self, index: int, owner: object) -> str:
+        was, now = (
+            dict(zip(*each, strict=True)) for each in (self._contents[index], self._content(index))
+        )
+        return f"`{_replaced(was, now)}` of the `{type(owner).__qualname__}` was replaced"
+
+
+def _methods_of(kind: type) -> frozenset[str]:
+    return frozenset(name for base in _order(kind) for name in _functions_of(base))
+
+
 class Classes:
-    """The classes of some objects, with the functions in all of their bases, to compare later."""
+    """The classes of some objects, with the functions in all of their bases, to compare later.
+
+    Args:
+        owners: those whose own methods are compared too.
+    """
 
     def __init__(self, objects: Iterable[object], owners: Iterable[object] = ()) -> None:
         self._owners = [*owners]
@@ -50,22 +92,9 @@ class Classes:
             for base in bases
             if base.__flags__ & _IS_HEAP_TYPE and not base.__flags__ & _IS_IMMUTABLE
         ]
-        self._functions = self._functions_now()
-        self._dicts = Versions(dict_behind(vars(each)) for each in (*self._bases, *self._owners))
-
-    def _functions_now(self) -> _Functions:
-        found: _Functions = {
-            (f"the class `{base.__qualname__}`", id(base), name): value
-            for base in self._bases
-            for name, value in vars(base).items()
-            if callable(value) or hasattr(type(value), "__get__")
-        }
-        for owner in self._owners:
-            kind = type(owner)
-            for name, value in vars(owner).items():
-                if callable(value) and hasattr(kind, name) and not _is_patch(value):
-                    found[f"the `{kind.__qualname__}`", id(owner), name] = value
-        return found
+        self._dicts = Versions(dict_behind(vars(base)) for base in self._bases)
+        self._functions = [*map(_functions_of, self._bases)]
+        self._own = _Own(self._owners)
 
     def changed(self) -> bool:
         """True if an object has another class, or another function, of its own or of a class."""
@@ -74,20 +103,26 @@ class Classes:
         if [*map(_order, self._kinds)] != self._orders:
             return True
         if written := self._dicts.changed():
-            if self.in_words():
+            if any(self._replaced_in(index) is not None for index in written):
                 return True
             # No function changed; reads of other attributes are guarded by themselves.
             self._dicts.remember(written)
-        return False
+        return bool(self._own.changed())
+
+    def _replaced_in(self, index: int) -> str | None:
+        return _replaced(self._functions[index], _functions_of(self._bases[index]))
 
     def in_words(self) -> str:
         """The first function that was replaced, or class with other bases, in words; empty if none."""
+        for each, kind in zip(self._objects, self._types, strict=True):
+            if type(each) is not kind:
+                return f"the class of a `{kind.__qualname__}` is now `{type(each).__qualname__}`"
         for kind, order in zip(self._kinds, self._orders, strict=True):
             if _order(kind) != order:
                 return f"the bases of the class `{kind.__qualname__}` changed"
-        now = self._functions_now()
-        for key in {**self._functions, **now}:
-            if self._functions.get(key) is not now.get(key):
-                owner, _, name = key
-                return f"`{name}` of {owner} was replaced"
+        for index, base in enumerate(self._bases):
+            if (name := self._replaced_in(index)) is not None:
+                return f"`{name}` of the class `{base.__qualname__}` was replaced"
+        for index in self._own.changed():
+            return self._own.in_words(index, self._owners[index])
         return ""

@@ -73,12 +73,14 @@ class Unguarded:
             the user declares harmless.
         host_names: names of a module's attributes that the host keeps.
         stops: classes that are not entered, because a framework changes their objects in every step.
+        known: objects that are not entered, because their values are compared by themselves.
     """
 
     names: frozenset[str] = frozenset()
     stays_on_host: Callable[[nn.Module], bool] = lambda module: False
     host_names: Callable[[nn.Module], frozenset[str]] = lambda module: frozenset()
     stops: tuple[type, ...] = ()
+    known: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class OutsideModel:
         parameters: the parameters of optimizers by name, which may belong to no module.
         containers: lists and dictionary views with members that must stay the same objects, such as
             optimizer state.
+        callees: objects with methods that steps call, of their own or of their classes.
         roots: the user's objects that a step may change.
         read: those of which a step may read what it mentions.
     """
@@ -208,7 +211,8 @@ class Guards:
             yield from self._roots_of_modules(model, path, reads)
 
         omitted = _rates_unless_mentioned(mentioned, users)
-        scope = Scope(self._unguarded.stops, ignored, users, modules, omitted, apart=TABLES)
+        stops, known = self._unguarded.stops, self._unguarded.known
+        scope = Scope(stops, ignored, users, modules, omitted, apart=TABLES, closed=known)
         roots = [
             Root(os.environ, "os.environ", "the process"),
             Root(sys.argv, "sys.argv", "the process"),

@@ -54,6 +54,7 @@ class Scope(NamedTuple):
             changes; and until `release` iterators are replaced by ones that refuse draws.
         apart: names of tables of a module that are compared by identity, and not entered.
         enters: classes whose objects are entered, although walks stop at them by default.
+        closed: objects that are not entered.
     """
 
     stops: tuple[type, ...] = ()
@@ -65,3 +66,4 @@ class Scope(NamedTuple):
     harmless: frozenset[str] = frozenset()
     enters: tuple[type, ...] = ()
     apart: frozenset[str] = frozenset()
+    closed: tuple[object, ...] = ()

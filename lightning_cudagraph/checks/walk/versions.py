@@ -96,7 +96,8 @@ class Versions:
         keys, values = self._contents[index]
         now: Any = self._dicts[index]
         if self._names[index] is not None:
-            return all(map(operator.is_, self._content(index)[1], values))
+            named, held = self._content(index)
+            return named == keys and all(map(operator.is_, held, values))
         return (
             len(now) == len(values)
             and all(map(operator.is_, dict.values(now), values))

@@ -103,7 +103,8 @@ class Walk:
         self._begin()
 
     def _begin(self) -> None:
-        self._seen: dict[int, Any] = {}  # by id; holds the objects, so that no id is reused
+        # By id; holds the objects, so that no id is reused.
+        self._seen: dict[int, Any] = {id(each): each for each in self._scope.closed}
         self._nodes: list[Node] = []
         self._owners: dict[int, Any] = {}
         self._held = HeldIterators(self._scope.harmless)

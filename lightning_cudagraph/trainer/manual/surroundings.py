@@ -52,6 +52,8 @@ class ManualOptimization(PlainLoop):
         self.trainer = trainer
         self.around: Mapping[str, Any] = {"trainer": trainer}
         self.unwatched = PlainLoop.unwatched | OWN_ATTRIBUTES
+        # Optimizers and scaler, for which a run prepares after the first check.
+        self._prepared: list[object] = []
 
     def optimizer_in(self, optimizer: Any) -> Any:
         return optimizer_inside(optimizer)
@@ -71,6 +73,13 @@ class ManualOptimization(PlainLoop):
                 " single device.",
                 "Pass `Trainer(devices=1)`; or write the loop with Fabric, where `GraphedStep` knows"
                 " `DistributedDataParallel`.",
+            )
+        found: list[object] = [*strategy.optimizers, scaler_of(self.trainer)]
+        self._prepared = self._prepared or found
+        if found != self._prepared:
+            raise UnsupportedError(
+                "The trainer has other optimizers, or another gradient scaler, than when the run began.",
+                "Change options of those that it had, such as the learning rate, instead.",
             )
         for callback in callbacks_of(self.trainer):
             if isinstance(callback, LayerTimingsMonitor):
@@ -114,6 +123,14 @@ class ManualOptimization(PlainLoop):
         with metric_reads(read.note):
             yield
         read.tell(mentioned, lambda metric, name: False)
+
+    def parts(self) -> list[object]:
+        trainer = self.trainer
+        optimizers = trainer.strategy._lightning_optimizers
+        return [trainer.strategy, scaler_of(trainer), *callbacks_of(trainer), *optimizers]
+
+    def callees(self) -> list[object]:
+        return [self.trainer.precision_plugin, *(part for part in self.parts() if part is not None)]
 
     def _wrappers(self) -> list[LightningOptimizer]:
         return list(self.trainer.strategy._lightning_optimizers)

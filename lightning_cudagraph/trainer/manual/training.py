@@ -24,7 +24,7 @@ from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.compat.method_patches import in_place, patch_method
+from lightning_cudagraph.compat.method_patches import Original, in_place, patch_method
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.lines.user_lines import user_location
@@ -80,7 +80,7 @@ class ManualTraining:
         self._trainer = trainer
         self._patches = ExitStack()
         self._is_timed = settings.timings is not None
-        self._step: Callable[..., Any] = trainer.strategy.training_step
+        self._step = Original(trainer.strategy, "training_step")
         self.is_in_step = False
         surroundings = _WholeStep(trainer)
         rules = surroundings.rules(settings.harmless, surroundings.scaler())

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.features import PARTS
-from lightning_cudagraph.compat.method_patches import patch_method
+from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.compat.tables import notes_of_captures, require
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
@@ -81,7 +81,9 @@ class PartsTraining:
         """Install all patches."""
         loop = self._trainer.fit_loop.epoch_loop
         for owner in (loop.automatic_optimization, loop.manual_optimization):
-            patch_method(owner, "run", partial(self._optimization, owner.run), self._patches)
+            patch_method(
+                owner, "run", partial(self._optimization, Original(owner, "run")), self._patches
+            )
         for part, module in zip(self._parts, self._modules, strict=True):
             patch_method(module, "forward", part, self._patches)
 

@@ -1,7 +1,7 @@
 """Conditions of the fast path, compared after user code has run.
 
-They are found once, after a replay. User code between two steps can add a callback, set a hook on an
-instance, or replace a method: then a list, a dictionary or one of some values is another, which a few
+They are found once, after a replay. User code between two steps can add a callback, or give an object or
+its class another hook or method: then a list, a method or one of some values is another, which a few
 comparisons in C show.
 """
 
@@ -23,9 +23,12 @@ OF_OPTIMIZATION = ("run", "_make_closure", "_optimizer_step")
 # Methods of the strategy that this package patches; a patch of other code on top has to be called.
 PATCHED = ("batch_to_device", "optimizer_step")
 
+# Hooks and methods that are called between two steps, or instead of which the fast path does something.
+_OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _OF_MODULE = (
-    *("_automatic_optimization", "optimizer_step", "training_step", "on_before_batch_transfer"),
-    *("transfer_batch_to_device", "on_after_batch_transfer", "on_after_backward"),
+    *(*_OF_BATCHES, *_TRANSFERS, "training_step", "on_before_zero_grad", "optimizer_zero_grad"),
+    *("optimizer_step", "on_after_backward", "lr_scheduler_step"),
 )
 
 
@@ -36,30 +39,49 @@ class Conditions:
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._callbacks = [*callbacks_of(trainer)]
+        self._loggers = [*trainer.loggers]
         strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
         optimization = loop.automatic_optimization
         (optimizer,) = strategy._lightning_optimizers
         data = getattr(trainer, "datamodule", None)
-        # In these a hook is a new name; other names are replaced in every step.
-        owners = (module, loop, strategy, optimization, optimizer, data, *self._callbacks)
-        self._dicts = [vars(owner) for owner in owners if owner is not None]
-        self._sizes = [*map(len, self._dicts)]
+        called: list[tuple[Any, tuple[str, ...]]] = [
+            (module, _OF_MODULE),
+            *((callback, _OF_BATCHES) for callback in self._callbacks),
+            *((owner, _TRANSFERS) for owner in (data,) if owner is not None),
+        ]
+        one: list[tuple[Any, str]] = [
+            (strategy, "on_train_batch_start"),
+            (type(strategy), "batch_to_device"),  # below the patch
+            (optimizer, "step"),
+            *((logger, "log_metrics") for logger in self._loggers),
+            *((config.scheduler, "step") for config in trainer.lr_scheduler_configs),
+        ]
+        # Methods as they are found: of objects and of their classes. Bound ones are equal if they have
+        # the same function and object.
+        self._getters = [(operator.attrgetter(*names), owner) for owner, names in called]
+        self._getters += [(operator.attrgetter(name), owner) for owner, name in one]
+        self._methods = self._methods_now()
+        # Other values that make a difference, and patches of this package that other code can undo.
         picked: list[tuple[Any, tuple[str, ...]]] = [
             (trainer, ("profiler", "datamodule")),
-            (module, _OF_MODULE),
+            (module, ("_automatic_optimization",)),
             (loop, ("advance", "automatic_optimization", "_results", *AROUND)),
-            (strategy, ("on_train_batch_start", "_lightning_module", "_lightning_optimizers", *PATCHED)),
+            (strategy, ("_lightning_module", "_lightning_optimizers", *PATCHED)),
             (optimization, OF_OPTIMIZATION),
-            (optimizer, ("step", "_on_before_step", "_on_after_step")),
+            (optimizer, ("_on_before_step", "_on_after_step")),
         ]
         self._spaces = [vars(owner) for owner, names in picked for _ in names]
         self._names = [name for _, names in picked for name in names]
         self._values = [*map(dict.get, self._spaces, self._names)]
 
+    def _methods_now(self) -> list[Any]:
+        return [get(owner) for get, owner in self._getters]
+
     def changed(self) -> bool:
         return (
             self._trainer.strategy is not self._strategy
             or callbacks_of(self._trainer) != self._callbacks
-            or [*map(len, self._dicts)] != self._sizes
+            or self._trainer.loggers != self._loggers
             or not all(map(operator.is_, map(dict.get, self._spaces, self._names), self._values))
+            or self._methods_now() != self._methods
         )

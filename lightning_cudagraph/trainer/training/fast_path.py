@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_cudagraph.capture.steps import Phase
 from lightning_cudagraph.compat.features import SHORT_WAY
-from lightning_cudagraph.compat.method_patches import MethodPatch
+from lightning_cudagraph.compat.method_patches import MethodPatch, Original
 from lightning_cudagraph.compat.names.lightning_names import (
     _DataLoaderIterDataFetcher,
     _TrainingEpochLoop,
@@ -92,7 +91,7 @@ class FastPath:
         self._steps = steps
         self._transfer = steps.transfer
         self._loop = run.trainer.fit_loop.epoch_loop
-        self._original: Callable[[Any], None] = self._loop.advance
+        self._original = Original(self._loop, "advance")
         self._is_known = available(SHORT_WAY)
         # Found once, after a replay, and valid until something other than a replay happens.
         self._looked = False
@@ -149,7 +148,9 @@ class FastPath:
         )
         owners = (module, getattr(trainer, "datamodule", None))
         self._prepares = any(
-            is_overridden(_PREPARES, owner, DataHooks) for owner in owners if owner is not None
+            not is_known(getattr(owner, _PREPARES)) or is_overridden(_PREPARES, owner, DataHooks)
+            for owner in owners
+            if owner is not None
         )
         self._steps.is_state_unread = gradients_unseen(trainer, module)
         self._validates = loop._should_check_val_epoch()
@@ -165,12 +166,16 @@ class FastPath:
             return f"`{type(profiler).__qualname__}` records the actions of that loop"
         if not is_known(module.optimizer_step):
             return f"{described_hook(module, 'optimizer_step')} gets a closure in every step"
-        if is_overridden("on_train_batch_start", strategy, Strategy):
+        if not is_known(strategy.on_train_batch_start) or is_overridden(
+            "on_train_batch_start", strategy, Strategy
+        ):
             return f"{described_hook(strategy, 'on_train_batch_start')} is a hook of a strategy"
         if not self._steps.is_plain():
             return "the optimizer's step or `on_after_backward` calls other code"
+        advance = self._original.now
         if not (
-            getattr(self._original, "__func__", None) is _TrainingEpochLoop.advance
+            getattr(advance, "__func__", None) is _TrainingEpochLoop.advance
+            and is_known(advance)
             and type(vars(loop).get("advance")) is MethodPatch
             and type(loop) is _TrainingEpochLoop
             and vars(loop).keys().isdisjoint(AROUND)
@@ -197,8 +202,7 @@ class FastPath:
         host.begin()
         with host.of(LOADER):
             fetched = next(data_fetcher)
-        if self._conditions.changed():
-            self._give_way()
+        if self._look_again():
             host.abandon()
             self._settle()
             self._original(_Fetched(fetched, data_fetcher.done))
@@ -224,8 +228,8 @@ class FastPath:
             if self._starts:
                 batch, response = self._hooks.start(batch, batch_idx)
                 skips = response == -1
-            if self._disturbed and self._conditions.changed():
-                self._give_way()
+            if self._disturbed:
+                self._look_again()
             if skips:
                 progress.increment_by(0, is_last_batch=True)
                 is_last = True
@@ -261,7 +265,8 @@ class FastPath:
         if self._prepares:
             with self._host.of_hook(self._module, _PREPARES):
                 batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        if (static := self._transfer.straight(batch, dataloader_idx=0)) is not None:
+            self._look_again()
+        if (static := self._transfer.straight(batch)) is not None:
             return static
         names = vars(self._module)  # `nn.Module.__setattr__` is slow
         names["_current_fx_name"] = TRANSFER
@@ -282,9 +287,12 @@ class FastPath:
         self._host.abandon()
         self._settle()
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
-        if not self._module.automatic_optimization:
-            return loop.manual_optimization.run(kwargs)
-        return loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+        if self._module.automatic_optimization:
+            output = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+        else:
+            output = loop.manual_optimization.run(kwargs)
+        self._look_again()  # the step may have run eagerly
+        return output
 
     def _give_way(self) -> None:
         """Compare everything, and look for hooks again: user code has changed some of them."""
@@ -327,10 +335,11 @@ class FastPath:
             or self._validation_now() != self._validation
             or (self._validates and loop._should_check_val_fx(data_fetcher))
             or self._steps.phase is not Phase.CAPTURED
-            or (self._disturbed and self._is_other())
+            or (self._disturbed and self._look_again())
         )
 
-    def _is_other(self) -> bool:
+    def _look_again(self) -> bool:
+        """Give way if user code has changed something."""
         if changed := self._conditions.changed():
             self._give_way()
         return changed

@@ -24,7 +24,7 @@ from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
 from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.compat.method_patches import patch_method
+from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.tensors.recomputed import detach_recomputed
@@ -36,7 +36,7 @@ from lightning_cudagraph.trainer.training.captured_step.recording import Recorde
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.conditions import OF_OPTIMIZATION
 from lightning_cudagraph.trainer.training.eager_steps import EagerSteps
-from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen
+from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen, is_known
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.baseline import PlainSteps
 from lightning_cudagraph.trainer.training.times.host_times import AT_BREAKS
@@ -82,7 +82,7 @@ class TrainingSteps:
         run, strategy = self._run, self._strategy
         loop = run.trainer.fit_loop.epoch_loop
         run.optimization.install(loop, self._call_closure, self._engine.counts.note_eager, patches)
-        self._eager_step: Callable[..., Any] = strategy.optimizer_step
+        self._eager_step = Original(strategy, "optimizer_step")
         patch_method(strategy, "optimizer_step", self._optimizer_step, patches)
         self.transfer = BatchTransfer(run, self._engine)
         patch_method(strategy, "batch_to_device", self.transfer, patches)
@@ -175,6 +175,7 @@ class TrainingSteps:
         return (
             trainer.fit_loop.epoch_loop.automatic_optimization is optimization
             and vars(optimization).keys().isdisjoint(OF_OPTIMIZATION)
+            and is_known(optimizer.step)
             and "step" not in vars(optimizer)
             and optimizer._on_before_step is do_nothing_closure
             and optimizer._on_after_step is do_nothing_closure

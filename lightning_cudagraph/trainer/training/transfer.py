@@ -8,18 +8,19 @@ steps get a batch of their own, which no later step overwrites.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
+from lightning_cudagraph.compat.method_patches import Original
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
 from lightning_cudagraph.trainer.training.closures import GraphClosure
-from lightning_cudagraph.trainer.training.hooks.user_hooks import batches_unseen
+from lightning_cudagraph.trainer.training.hooks.user_hooks import batches_unseen, is_known
 from lightning_cudagraph.trainer.training.run import TrainingRun
 
 # The name of the current hook, as Lightning's loops set it while they move a batch.
@@ -27,7 +28,7 @@ TRANSFER = "batch_to_device"
 
 
 class BatchTransfer:
-    """Patch of `Strategy.batch_to_device`; the method found at construction is the original."""
+    """Patch of `Strategy.batch_to_device`."""
 
     def __init__(self, run: TrainingRun, engine: StepEngine[StepOutputs]) -> None:
         self._run = run
@@ -35,10 +36,10 @@ class BatchTransfer:
         self._trainer = run.trainer
         self._module = run.module
         self._clock = run.times.clock
-        self._original: Callable[..., Any] = run.trainer.strategy.batch_to_device
+        self._original = Original(run.trainer.strategy, TRANSFER)
         self._unseen: bool | None = None
-        # The graphs of the latest batch, and the arguments that Lightning would have moved.
-        self._handed: tuple[GraphsOfSignature[StepOutputs], Any, Any, Any] | None = None
+        # The graphs of the latest batch, and the batch that Lightning would have moved.
+        self._handed: tuple[GraphsOfSignature[StepOutputs], Any] | None = None
 
     def suspect(self) -> None:
         """Look for hooks that see batches again: code other than training steps has run."""
@@ -51,13 +52,14 @@ class BatchTransfer:
         self._handed = None
         if not self._has_static() or self._trainer.state.stage is not RunningStage.TRAINING:
             return self._original(batch, *args, **kwargs)
-        given = self.straight(batch, *args, **kwargs)
+        self.suspect()  # on Lightning's own path, any code may have run
+        given = self.straight(batch)
         if given is not None:
             return given
         with self._copying() or nullcontext():
             return self._original(batch, *args, **kwargs)
 
-    def straight(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def straight(self, batch: Any) -> Any:
         """Copy a loader's batch into the static inputs if no user code sees it; else return None."""
         if not self._has_static():
             return None
@@ -78,7 +80,7 @@ class BatchTransfer:
         else:
             with copying:
                 static.fill(tensors, values)
-        self._handed = graphs, batch, args, kwargs
+        self._handed = graphs, batch
         return static.batch
 
     def graphs_of(self, batch: Any) -> GraphsOfSignature[StepOutputs] | None:
@@ -90,8 +92,8 @@ class BatchTransfer:
         """The batch for code that may keep it: a new transfer if `batch` is the static one."""
         if self._handed is None or self.graphs_of(batch) is None:
             return batch
-        _, batch, args, kwargs = self._handed
-        return self._original(batch, *args, **kwargs)
+        # Without hooks: there were none when this batch arrived, and code may have set some since.
+        return move_data_to_device(self._handed[1], self._trainer.strategy.root_device)
 
     def use_own(self, closure: GraphClosure) -> None:
         """Give an eager step a batch of its own, which later replays do not overwrite."""
@@ -111,5 +113,6 @@ class BatchTransfer:
         return self._clock.copying() if self._clock.is_due(self._run.steps_before) else None
 
     def _is_unseen(self) -> bool:
-        by_lightning = getattr(self._original, "__func__", None) is Strategy.batch_to_device
-        return by_lightning and batches_unseen(self._trainer, self._module)
+        method = self._original.now
+        by_lightning = getattr(method, "__func__", None) is Strategy.batch_to_device
+        return by_lightning and is_known(method) and batches_unseen(self._trainer, self._module)

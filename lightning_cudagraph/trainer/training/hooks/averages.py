@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_cudagraph.capture.context import CaptureSettings
 from lightning_cudagraph.compat.attributes import bound
-from lightning_cudagraph.compat.method_patches import patch_method
+from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.record import StepFunction
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
@@ -27,6 +27,7 @@ from lightning_cudagraph.graphed_step.surroundings import PlainLoop
 from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.training.hooks.user_hooks import is_known
 from lightning_cudagraph.trainer.training.run import TrainingRun
 
 _WARMUP_STEPS = 3
@@ -51,7 +52,7 @@ class Averages:
         ]
         for holder, held in holders:
             for model in held:
-                if isinstance(model, AveragedModel) and _is_torchs(model):
+                if isinstance(model, AveragedModel) and _is_torchs(model.update_parameters):
                     average = _Average(model, type(holder).__qualname__, self._run, self._is_in_step)
                     patch_method(model, "update_parameters", average, self._patches)
                     self._found.append(average)
@@ -67,10 +68,9 @@ class Averages:
                 stack.callback(average.close)
 
 
-def _is_torchs(model: AveragedModel) -> bool:
-    """True if the method is torch's own: not of a subclass, and not patched."""
-    name = "update_parameters"
-    return name not in vars(model) and getattr(type(model), name) is getattr(AveragedModel, name)
+def _is_torchs(update: Any) -> bool:
+    """True if the method `update_parameters` is torch's own: not of a subclass, and not patched."""
+    return getattr(update, "__func__", None) is AveragedModel.update_parameters and is_known(update)
 
 
 class _Average:
@@ -82,7 +82,7 @@ class _Average:
         self.holder = holder
         self.refused = ""
         self._model = model
-        self._original = model.update_parameters
+        self._original = Original(model, "update_parameters")
         self._run = run
         self._is_in_step = is_in_step
         self._source: nn.Module | None = None
@@ -92,7 +92,8 @@ class _Average:
         self._version = -1
 
     def __call__(self, model: nn.Module) -> None:
-        if not self.refused and not self._is_in_step() and self._has_begun():
+        is_torchs = _is_torchs(self._original.now)
+        if is_torchs and not self.refused and not self._is_in_step() and self._has_begun():
             try:
                 if self._replayed(model):
                     return

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
 
 from lightning_cudagraph.trainer.common.profilers import draws_late
 from lightning_cudagraph.trainer.config.support import callbacks_of
@@ -25,7 +26,7 @@ _START, _END = "on_train_batch_start", "on_train_batch_end"
 # Those that do nothing.
 _EMPTY = frozenset(
     getattr(kind, name) for kind in (Callback, pl.LightningModule) for name in (_START, _END)
-)
+) | {Strategy.on_train_batch_start}
 
 
 class BatchHooks:
@@ -61,6 +62,10 @@ class BatchHooks:
             batch = self._readable(batch, hook, 0)
             with host.of_hook(module, _START):
                 response = hook(batch, batch_idx)
+        # One that these hooks have just set: with another, Lightning's own loop runs.
+        if _does_something(hook := trainer.strategy.on_train_batch_start):
+            batch = self._readable(batch, hook, 0)
+            hook(batch, batch_idx)
         names["_current_fx_name"] = before
         return batch, response
 

@@ -14,6 +14,7 @@ or if the module's cannot be captured.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -41,7 +42,9 @@ _OF_MODULES = frozenset({"on_before_zero_grad", "optimizer_zero_grad"})
 _OF_CALLBACKS = frozenset(
     {"on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"}
 )
-
+# In C, for all names at once.
+_hooks_of_module = operator.attrgetter(*_OF_MODULES)
+_hooks_of_callback = operator.attrgetter(*_OF_CALLBACKS)
 
 _OF_AUTOGRAD = frozenset(
     {
@@ -100,13 +103,11 @@ class InnerHooks:
         return module + [text for name in sorted(_OF_CALLBACKS) for text in self._of_callbacks(name)]
 
     def quick(self) -> tuple[Any, ...]:
-        """Values that change with the list of hooks, cheap enough to compare before every replay."""
-        callbacks = callbacks_of(self._trainer)
-        return (
-            _OF_MODULES.isdisjoint(vars(self._module)),
-            *map(id, callbacks),
-            *map(_OF_CALLBACKS.isdisjoint, map(vars, callbacks)),
-        )
+        """All of these hooks as they are found, to compare before every replay.
+
+        Bound methods are equal if they have the same function and object.
+        """
+        return _hooks_of_module(self._module), *map(_hooks_of_callback, callbacks_of(self._trainer))
 
     def around_zero_grad(self) -> str:
         """The names of the hooks around `zero_grad`; empty if there are none."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_cudagraph.compat.method_patches import in_place, patch_method
+from lightning_cudagraph.compat.method_patches import Original, in_place, patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.errors import UnsupportedError
@@ -52,7 +52,7 @@ class EagerTimes:
         self._step = ExitStack()
         self._untimed: dict[str, str] | None = None  # until a step was timed
         self._patches = ExitStack()
-        self._move = trainer.strategy.batch_to_device
+        self._move = Original(trainer.strategy, "batch_to_device")
         patch_method(trainer.strategy, "batch_to_device", self._batch_to_device, self._patches)
 
     def batch_starts(self) -> None:
