@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -40,7 +40,8 @@ class Root:
     is_fixed: bool = False
 
 
-class Scope(NamedTuple):
+@dataclass(frozen=True)
+class Scope:
     """The limits of a walk.
 
     Attributes:

@@ -205,7 +205,7 @@ class Walk:
             The changes of large objects, which `quick_changes` may not have compared before.
         """
         found = [change for node in self._quick.large for change in self._of(node)]
-        self._scope = self._scope._replace(ignored=ignored)
+        self._scope = replace(self._scope, ignored=ignored)
         self._begin()
         self.be_quick()
         return found
