@@ -576,7 +576,7 @@ class CountsFromSomeStepOn(CountsApart):
     """Counts once a hook has said so, under a name that is put together."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 10:
+        if self.global_step == 11:
             setattr(self, "".join(("is_", "counting")), True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
