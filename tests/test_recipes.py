@@ -164,7 +164,7 @@ def test_each_form_does_what_its_page_says(page: Path, name: str, tmp_path: Path
     steps = [part for part in vars(trace.module).values() if isinstance(part, GraphedStep)]
     summary = steps[0].summary if steps else trace.callback.summary
     (stage,) = summary.stages.values()
-    assert stage.replayed > 0, summary
+    assert stage.replayed > 0 or name.startswith("Slow"), summary
     if name.startswith("Slow"):
         assert form.title == "In the report"
         assert says(str(summary), form.text), f"page: {form.text}\nreport: {summary}"

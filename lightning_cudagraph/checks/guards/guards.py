@@ -37,7 +37,12 @@ from lightning_cudagraph.checks.guards.structure import (
 )
 from lightning_cudagraph.checks.guards.suspicions import Suspicions
 from lightning_cudagraph.checks.guards.switches import contexts, global_switches
-from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage, namespace_of
+from lightning_cudagraph.checks.walk.host_objects import (
+    is_users_class,
+    is_users_module,
+    lineage,
+    namespace_of,
+)
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
@@ -393,10 +398,18 @@ def _first_difference(before: _State, now: _State) -> str | None:
 def _roots_of_hooks(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> Iterator[Root]:
     """Roots for hooks, which torch calls: no object that the step knows need hold what they read."""
     for hook in hooks_of(modules, parameters):
-        kind = type(getattr(hook, "__self__", hook))
-        is_users = is_users_class(kind) or issubclass(kind, (FunctionType, partial))
+        is_users = _is_users_hook(hook)
         path = hook.__name__ if isinstance(hook, FunctionType) else ""
         yield Root(hook, path, f"the hook `{name_of_hook(hook)}`", by_name=not is_users)
+
+
+def _is_users_hook(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", hook)
+    if isinstance(owner, FunctionType):
+        return is_users_module(owner.__module__)
+    return is_users_class(type(owner))
 
 
 def _name_of(namespace: Mapping[str, Any]) -> str:

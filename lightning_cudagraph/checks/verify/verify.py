@@ -85,7 +85,7 @@ class _History:
 
 
 def _unchecked(history: _History) -> str:
-    """What a check that finds a change means for the replays before it."""
+    """The number of replays since the check before, in words."""
     replays = history.latest_replay - history.checked_replay - 1
     if replays <= 0:
         return ""
@@ -149,8 +149,7 @@ class Verifier:
         history.latest_replay = replay_idx
         if is_unproved and self.replays > 1:
             return True
-        first = 1 if self.replays == 1 else 0
-        if first <= replay_idx < first + self.replays:
+        if self._end_of_first_replays - self.replays <= replay_idx < self._end_of_first_replays:
             return True
         if self.every_n_steps is not None and replay_idx % self.every_n_steps == 0:
             return True
@@ -163,6 +162,11 @@ class Verifier:
         ):
             return True
         return replay_idx >= history.next_replay and self._is_affordable()
+
+    @property
+    def _end_of_first_replays(self) -> int:
+        # A single check is that of the second replay: the first has the batch of the capture.
+        return self.replays + (self.replays == 1)
 
     def _is_affordable(self) -> bool:
         """True if one more check stays within the budget."""
@@ -202,7 +206,7 @@ class Verifier:
             VerificationError: the replay differs otherwise. The state is that before the step.
         """
         history = self._history(graph)
-        if history.pauses < self._pauses and history.checks >= self.replays:  # not of first replays
+        if history.pauses < self._pauses and history.latest_replay >= self._end_of_first_replays:
             history.checks_after_pauses += 1
         history.pauses = self._pauses
         while history.next_replay <= history.latest_replay:
