@@ -17,6 +17,7 @@ START, STOP, LOOP, BRANCH = "[start:]", "[:stop]", "for", "if"
 # The kinds of branches.
 SKIPS, ASKS_MASK, CHOOSES = "returns None", "asks a mask", "chooses"
 
+LOGS = frozenset({"log", "log_dict"})
 _READ = ("int", "item", "tolist", "unique", "unique_consecutive")
 # Functions of Python with results that are the value again, or made of it.
 _PASS_ON = (
