@@ -219,6 +219,8 @@ class UnsupportedError(CUDAGraphError):
             for number, finding in enumerate(self.findings, start=1):
                 what, *more = finding.lines
                 lines += [f"{number}. {what}", *(f" {line}" for line in more)]
+        if self.search_ended_by:
+            lines.append(f"The search ended early, so there can be more: {self.search_ended_by}")
         return "\n".join([*lines, self._wording.of(_WAY_OUT)])
 
     @property

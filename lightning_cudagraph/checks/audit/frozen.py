@@ -261,6 +261,11 @@ def _is_list_of_tensors(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, Tensor) for each in value)
 
 
+def _is_returnable(change: Moved, where: Location | None) -> bool:
+    """True for a tensor that the step itself appends to a list: it can return it."""
+    return isinstance(change.holder, list) and where is not None and where.function == "training_step"
+
+
 def _to_keep(change: Moved) -> str:
     """The remedy for tensors that the step leaves in a container, or in another object."""
     text = (
@@ -283,7 +288,8 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     if change.draws:
         remedy = (
             "Draw on the device (`torch.rand(..., device=x.device)`), in the dataloader, or in"
-            " `on_train_batch_start` into a registered buffer." + allowed
+            " `on_train_batch_start` into a registered buffer (of float64 for the bits of a Python"
+            " number)." + allowed
         )
         if where is not None:
             remedy = instead_of_draw(takers(where, change.attribute)) or remedy
@@ -316,7 +322,7 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             f"Keep a tuple, `self.{change.label} = tuple(...)`: its tensors go from replay to replay."
         )
         recipe = "kept_tensors"
-    elif _holds_tensors(change.now):
+    elif _holds_tensors(change.now) and not _is_returnable(change, where):
         remedy = _to_keep(change)
         recipe = "forward_hooks"
     elif type(change.now) is int:

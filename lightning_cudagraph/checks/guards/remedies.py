@@ -30,8 +30,9 @@ _COMPARE = (
 )
 _HAND_OVER = (
     "Hand it to the step in a registered buffer, written with `copy_` or `fill_` in a hook that runs on"
-    " the host at every step, such as `on_train_batch_start`; or keep it constant. If the step itself"
-    " sets it, let it keep the tensor: `self.last = loss.detach()`." + see("changing_numbers")
+    " the host at every step, such as `on_train_batch_start` (of float64 for the bits of a Python"
+    " number); or keep it constant. If the step itself sets it, let it keep the tensor: `self.last ="
+    " loss.detach()`." + see("changing_numbers")
 )
 _WRITE_INTO_IT = (
     "Keep the tensor, best as a registered buffer, and write into it with `copy_` or `fill_`."

@@ -106,8 +106,8 @@ _WORDS: dict[str, Words] = {
     "aten::_ctc_loss": (
         "`ctc_loss`, for which torch reads the lengths on the host",
         (
-            'torch has no form of it that a graph can hold. Pass `scope="modules"`, which captures the'
-            ' modules alone, or `on_unsupported="eager"`.'
+            'torch has no form of it that a graph can hold. Pass `scope="modules", modules=["encoder"]`'
+            ' with your names, which captures these alone; or `on_unsupported="eager"`.'
         ),
     ),
     # aten/src/ATen/native/BatchLinearAlgebra.cpp reads the error code on the host.

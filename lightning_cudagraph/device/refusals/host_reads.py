@@ -361,8 +361,9 @@ def of_loop(where: Location | None, words: Words) -> Words:
     if BRANCH in found:
         return words[0], (
             "Python that decides by values is in no graph. If they are the batch's, decide in the"
-            " collate function or in `on_after_batch_transfer`, and pass tensors of indices, padded to one"
-            " length, with the batch. Else decide by a mask, `torch.where`." + see("indices_and_lengths")
+            " collate function or in `on_after_batch_transfer`, and pass tensors of indices, padded to"
+            " one length, with the batch. Else decide by a mask, `torch.where`."
+            + see("indices_and_lengths")
         )
     return words[0], "Loop over the tensor itself, `for each in x`." + see("indices_and_lengths")
 

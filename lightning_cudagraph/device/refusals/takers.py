@@ -63,7 +63,8 @@ def instead_of_draw(takers: Collection[str]) -> str:
         return (
             "Choose on the device: `x = torch.where(torch.rand((), device=x.device) < p, f(x), x)`."
             " Or draw in `on_train_batch_start` into a registered buffer, and choose by that; or in"
-            " the collate function, and pass a whole number with the batch: each has a graph."
+            " the collate function, and pass a whole number of few values with the batch: each has a"
+            " graph."
         )
     if START in takers or STOP in takers:
         return (
