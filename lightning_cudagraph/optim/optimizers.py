@@ -131,11 +131,11 @@ class EagerOptimizer:
         """Restore the optimizer as the user made it, with its present state."""
 
 
-# Host numbers that a graph has room for: those independent of counters, and those of each parameter.
 _AS_CAPTURED = (
     "agreement with the captured `optimizer.step`, in its branches and in which parameters have had as"
     " many steps,"
 )
+# Host numbers that a graph has room for: those independent of counters, and those of each parameter.
 _MAX_NUMBERS, _MAX_NUMBERS_EACH = 64, 8
 
 
