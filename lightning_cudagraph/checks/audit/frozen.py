@@ -263,22 +263,31 @@ def _is_list_of_tensors(value: Any) -> bool:
 
 def _is_returnable(change: Moved, where: Location | None) -> bool:
     """True for a tensor that the step itself appends to a list: it can return it."""
-    return isinstance(change.holder, list) and where is not None and where.function == "training_step"
+    is_in_step = where is not None and where.function == "training_step"
+    return isinstance(change.holder, list) and (is_in_step or not _owner(change))
 
 
-def _to_keep(change: Moved) -> str:
+def _owner(change: Moved) -> str:
+    """The object with the changed attribute, as its code has it; empty for a variable."""
+    if change.of.startswith("`"):
+        return f"self.{change.of.strip('`')}."
+    return "self." if change.of.startswith("the `") else ""
+
+
+def _to_keep(change: Moved, keep: str) -> str:
     """The remedy for tensors that the step leaves in a container, or in another object."""
-    text = (
-        "To keep it, let an attribute of a module be the tensor itself, `module.kept ="
-        " output.detach()`, and read it in `on_train_batch_end`."
-    )
+    owner = _owner(change)
+    if owner:
+        keep = (
+            " To keep it, let an attribute of a module be the tensor itself, `module.kept ="
+            " output.detach()`, and read it in `on_train_batch_end`."
+        )
     if not any(isinstance(each, (dict, list)) for each in (change.holder, change.now)):
-        return text
-    owner = "self." if change.of.startswith("the `") else ""
-    empty = (
-        f"If the step alone reads it, empty it before the step returns: `{owner}{change.name}.clear()`."
+        return keep.strip()
+    return (
+        "If the step alone reads it, empty it before the step returns:"
+        f" `{owner}{change.name}.clear()`.{keep}"
     )
-    return f"{empty} {text}"
 
 
 def effect_error(change: Moved, where: Location | None) -> CaptureError:
@@ -323,7 +332,7 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
         )
         recipe = "kept_tensors"
     elif _holds_tensors(change.now) and not _is_returnable(change, where):
-        remedy = _to_keep(change)
+        remedy = _to_keep(change, keep)
         recipe = "forward_hooks"
     elif type(change.now) is int:
         remedy += (
