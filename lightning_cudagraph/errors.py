@@ -100,7 +100,7 @@ _MAX_NAMED = 5
 def together(findings: Iterable[Finding]) -> list[Finding]:
     """Put findings on one line into one that differ in a name or a number alone, or have one remedy."""
     groups: dict[Hashable, list[Finding]] = {}
-    for finding in findings:
+    for finding in _without_echoes([*findings]):
         texts = (_NAMED.sub("", text) for text in (finding.what, finding.remedy))
         groups.setdefault((*texts, _line_of(finding), finding.in_optimizer), []).append(finding)
     mended: dict[Hashable, Finding] = {}
@@ -114,6 +114,12 @@ def together(findings: Iterable[Finding]) -> list[Finding]:
         if first is not finding:
             mended[key] = replace(first, what=f"{first.what} {finding.what}")
     return [*mended.values()]
+
+
+def _without_echoes(findings: list[Finding]) -> list[Finding]:
+    """Leave out what has no line, and is the backward pass of what was found at one."""
+    found = tuple(each.what.removesuffix(".") for each in findings if each.location)
+    return [each for each in findings if each.location or not each.what.startswith(found)]
 
 
 def _without_parts(findings: list[Finding]) -> list[Finding]:
@@ -213,6 +219,8 @@ class UnsupportedError(CUDAGraphError):
             for number, finding in enumerate(self.findings, start=1):
                 what, *more = finding.lines
                 lines += [f"{number}. {what}", *(f" {line}" for line in more)]
+        if self.search_ended_by:
+            lines.append(f"The search ended early, so there can be more: {self.search_ended_by}")
         return "\n".join([*lines, self._wording.of(_WAY_OUT)])
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import socket
@@ -580,6 +581,45 @@ class ReplacedStorage(Reads):
         self.factor.data = self.factor * 0.9  # BAD
 
 
+class Decides(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        pairs = y.tolist()  # BAD
+        [(i, j) for i, one in enumerate(pairs) for j, other in enumerate(pairs) if one == other]
+
+
+class CutsByChance(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        width = 3
+        ratio = random.random()  # BAD
+        size = int(4 * math.sqrt(1 - ratio))
+        start, end = max(size - width // 2, 0), size + width
+        x[:, start:end] = 0
+
+
+class StopsTheFit(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        if x.mean() > 9:  # BAD
+            self.trainer.should_stop = True
+
+
+class WritesAtAMask(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        dead = self.factor.view(1) < 0
+        if dead.any():  # BAD
+            self.factor.view(1)[dead] = 1.0
+
+
+class SetsTheDropout(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.drop = getattr(self, "drop", nn.Dropout())
+        self.drop.p *= 0.9  # BAD
+
+
+class KeepsADictionary(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.last = {"mean": x.mean().detach()}  # BAD
+
+
 PLACES = "Index with a tensor of places: `places = (pointer + torch.arange(n"
 MASK = "leave the rest out by a mask, `torch.arange("
 SIZE = "Use a size that is the same in every step, the largest one"
@@ -633,6 +673,12 @@ REMEDIES: dict[type[Net], str] = {
     ReboundBuffer: "another tensor into the buffer `factor` of the.*`self.factor.copy_(...)`",
     ReplacedStorage: "gives `factor` another storage.*`copy_`",
     ToALibrary: "Compute with torch, on the device.*such as SciPy, is in no graph",
+    Decides: "Python that decides by values is in no graph",
+    CutsByChance: "keep what the slice selects as a mask in a registered buffer",
+    StopsTheFit: "`on_train_batch_end`.*self.trainer.should_stop = True",
+    WritesAtAMask: "Compute both, and choose with `torch.where`",
+    SetsTheDropout: "changes `p` of `drop`.*draw the mask yourself",
+    KeepsADictionary: "empty it before the step returns: `self.last.clear()`.*`module.kept = output.det",
     ReboundParameter: "another tensor into the parameter `bias` of `head`.*`head.bias.copy_(...)`",
 }
 

@@ -916,6 +916,65 @@ def test_the_page(
     assert as_words[0] == as_words[1] != ""
 
 
+class HasClosures(Net):
+    """Hooks that refer to `self`, directly and by default arguments; their contents are no attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0]
+        self.outputs: dict[str, Tensor] = {}
+        seen = self.seen = [0]
+        layer = next(child for child in self.modules() if isinstance(child, nn.Linear))
+        layer.register_forward_hook(lambda m, args, output: self.outputs.update(layer=output))
+        layer.register_forward_hook(lambda m, args, output, of=self.calls: of.append(0))
+
+        def count(*args: Any) -> None:
+            seen.append(0)
+
+        self.on_train_batch_end = count
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        loss = loss + self.outputs["layer"].square().mean()
+        self.outputs.clear()
+        self.calls.clear()
+        return loss
+
+
+def test_hooks_that_refer_to_the_module_find_the_copy(accelerator: str) -> None:
+    module = make(HasClosures)
+    report = CUDAGraphCallback().check(module, loader(), _trainer(accelerator))
+    assert report.is_captured, report
+    assert (module.calls, module.outputs, module.seen) == ([0], {}, [0])
+
+
+class SetsAndEnds(Net):
+    """Effects behind what ends the search, and a tensor that goes from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.last: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.last = loss.detach()
+        loss = loss * nn.functional.dropout(loss, 0.5 - 0.001 * self.global_step)
+        self.losses.append(loss.detach())
+        return loss + self.last
+
+
+def test_what_a_step_sets_is_no_change_between_two(accelerator: str) -> None:
+    report = CUDAGraphCallback().check(make(SetsAndEnds), loader(), _trainer(accelerator))
+    assert [finding.what[:37] for finding in report.findings] == [
+        "A CUDA graph cannot hold a read of `0"
+    ]
+    assert "draw" in report.findings[0].remedy.lower()
+    assert report.search_ended_by
+    with pytest.raises(CaptureError, match="The search ended early"):
+        train(make(SetsAndEnds), Path(tempfile.mkdtemp()), CUDAGraphCallback(), accelerator=accelerator)
+
+
 class WithData(Three):
     def train_dataloader(self) -> Any:
         return loader()

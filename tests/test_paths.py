@@ -252,7 +252,7 @@ def test_fp16(tmp_path: Path, accelerator: str) -> None:
     assert graph.counts.captures == 2
 
 
-COMPUTE = r"Compute with it in a hook .* in a registered buffer, written with `copy_` or `fill_`\."
+COMPUTE = r"Compute with it in a hook .* in a registered buffer, written with `copy_` or `fill_` \(.*"
 COMPARE = r"Compare it with plain numbers, as in `batch_idx % 4 == 0` or .*: each outcome has a graph\."
 LOG = r"Log it in `on_train_batch_start`: .*"
 AFTERWARDS = "Do it in `on_train_batch_end`, which .*"

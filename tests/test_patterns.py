@@ -673,7 +673,7 @@ STALE: list[tuple[Loop, str]] = [
     (statistics_rebound, "`MEAN` of `tests.test_patterns` changed"),
     (rebound_list, "`inputs[1]` of the closure of `step` changed"),
     (exponent_baked, "`exponent` of the closure of `step` changed from 3.5 to 4.0"),
-    (exponent_as_argument, "pass what the step reads as tensors"),
+    (exponent_as_argument, "let there be few, or pass a tensor"),
 ]
 
 

@@ -155,6 +155,10 @@ class Captures(Generic[T]):
             self._streams.send_back(tried.sent_back)
         return tried.captured, tried.raised or tried.sent_back, tried.is_of_this_process
 
+    def eager_step_ended(self) -> None:
+        if self._diagnosis is not None:
+            self._diagnosis.step_ended()
+
     def _count(self, step: Step[T], capture_ms: float) -> None:
         counts = self._run.counts
         counts.captures += 1

@@ -231,6 +231,7 @@ class StepEngine(Generic[T]):
         noting = self._copies.noting_made(step.parameters, step.are_added_to)
         with self._backend.on_side_stream(), noting:
             step.run()
+        self._captures.eager_step_ended()
         return Phase.EAGER, None
 
     def _warm_up(self, step: Step[T], signature: Signature) -> tuple[Phase, None]:

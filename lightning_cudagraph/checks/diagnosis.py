@@ -22,6 +22,7 @@ from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
 from lightning_cudagraph.device.kept_memory import undone
 from lightning_cudagraph.device.refusals.first_refusal import Gathered, gathering
+from lightning_cudagraph.device.refusals.takers import LOGS, takers
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.tensors.host_values import in_words
@@ -79,16 +80,23 @@ class Diagnosis:
         """
         self._found.add(error)
         if self._changes is not None:
+            self._carried.take_out()  # the static tensors, which are not the user's change
             for moved in self._changes():
-                self._found.add(self._moving(moved))
+                change = Change.of(moved, self._guards.all_mentioned().users_code)
+                if not self._is_logged_alone(change, moved):
+                    self._found.add(_moving(change, moved))
         ended_by = self._run_through(step)
-        if self._looks_twice and self._changes is None:
-            self._changes = self._guards.changes_from_now()
+        if self._looks_twice and self.error is None:
             self.error = error
             return False
         error.add_findings(self._found.findings, ended_by)
         self._found, self._changes, self.error = Gathered(), None, None
         return True
+
+    def step_ended(self) -> None:
+        """Record what the next step is compared with: what a step itself changes is found in it."""
+        if self.error is not None and self._changes is None:
+            self._changes = self._guards.changes_from_now()
 
     def _run_through(self, step: _ExaminedStep) -> str:
         """Run the step, and gather what a capture would refuse.
@@ -134,16 +142,22 @@ class Diagnosis:
                 parameter.grad = gradient
         return ""
 
-    def _moving(self, moved: Moved) -> UnsupportedError:
-        change = Change.of(moved, self._guards.all_mentioned().users_code)
-        error = CaptureError(
-            f"Between two steps, {change}, which the step reads: a graph would be captured again"
-            " each time.",
-            change.remedy,
-            location=change.location,
-        )
-        error.subject = moved.subject
-        return error
+    def _is_logged_alone(self, change: Change, moved: Moved) -> bool:
+        """True if a line only logs what has changed, and was found to do so."""
+        where = change.location
+        if where is None or not takers(where, moved.attribute) <= LOGS:
+            return False
+        return self._found.has(where)
+
+
+def _moving(change: Change, moved: Moved) -> UnsupportedError:
+    error = CaptureError(
+        f"Between two steps, {change}, which the step reads: a graph would be captured again each time.",
+        change.remedy,
+        location=change.location,
+    )
+    error.subject = moved.subject
+    return error
 
 
 def _leave_out(hooks: str, drops: bool) -> None:

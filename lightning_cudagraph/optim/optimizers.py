@@ -131,6 +131,10 @@ class EagerOptimizer:
         """Restore the optimizer as the user made it, with its present state."""
 
 
+_AS_CAPTURED = (
+    "agreement with the captured `optimizer.step`, in its branches and in which parameters have had as"
+    " many steps,"
+)
 # Host numbers that a graph has room for: those independent of counters, and those of each parameter.
 _MAX_NUMBERS, _MAX_NUMBERS_EACH = 64, 8
 
@@ -232,9 +236,7 @@ class PreparedOptimizer(EagerOptimizer):
         }
         for prepared in self._groups:
             found.update(prepared.frozen())
-        found["agreement of the branches in `optimizer.step` with those captured"] = (
-            self._is_as_captured()
-        )
+        found[_AS_CAPTURED] = self._is_as_captured()
         return found
 
     def _is_as_captured(self) -> bool:

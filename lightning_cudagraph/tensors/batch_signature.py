@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.errors import BatchError
+from lightning_cudagraph.errors import BatchError, see
 from lightning_cudagraph.tensors.batch import (
     PLAIN,
     comparable,
@@ -29,6 +29,10 @@ from lightning_cudagraph.tensors.host_values import HostReads, held, is_host_val
 from lightning_cudagraph.tensors.layouts import alignment_bytes
 
 # A path, what counts of its value in words, and the type and a form of it.
+_INSTEAD_OF_VALUES = (
+    "What the step reads of numbers and texts has a graph for each value: let there be few, or pass a"
+    " tensor (of float64 for the bits of a Python number)."
+)
 _Counted = tuple[str, str, tuple[Any, ...]]
 
 
@@ -234,6 +238,13 @@ class Signature:
                 where = "" if self.reads is None else self.reads.described(path)
                 return f"`{path}`{where} changed: expected {_in_words(mine)}, found {_in_words(theirs)}"
         return "nothing changed"
+
+    def remedy(self, other: Signature) -> str:
+        """One thing to do about the first difference of `other` from this one."""
+        for (_, mine), (_, theirs) in zip(self._described(), other._described(), strict=False):
+            if mine != theirs and len(mine) == len(theirs) == 2:
+                return _INSTEAD_OF_VALUES + see("names_in_batches").removesuffix(".")
+        return "Pad to one shape or a few (`pad_to` of the callback; docs/recipes/buckets.md)"
 
     def _other_containers(self, other: Signature) -> str:
         """Describe the first difference of containers: the number of samples, or a part of one alone."""

@@ -76,10 +76,9 @@ class Signatures:
         if len(self._before) < _MANY:
             self._before[signature] = None
             return ""
-        difference = self._wording.of(next(iter(self._before)).difference(signature))
+        first = next(iter(self._before))
+        difference = self._wording.of(first.difference(signature))
         return (
             f"{_MANY} different {self._wording.signatures} and none came up more than"
-            f" {self._warmup_steps} times: {difference}. Pad to one shape or a few"
-            " (`pad_to` of the callback; docs/recipes/buckets.md), and pass what the step reads as"
-            " tensors"
+            f" {self._warmup_steps} times: {difference}. {first.remedy(signature)}"
         )

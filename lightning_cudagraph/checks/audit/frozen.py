@@ -21,6 +21,7 @@ from lightning_cudagraph.checks.audit.calls.host_calls import HostCalls
 from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance, frozen_read
 from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, nearest_line
 from lightning_cudagraph.checks.audit.read_remedies import remedy_of_number
+from lightning_cudagraph.checks.guards.remedies import DRAW_THE_MASK, is_dropout
 from lightning_cudagraph.checks.walk.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
@@ -35,7 +36,7 @@ from lightning_cudagraph.device.refusals.first_refusal import (
     refuse,
 )
 from lightning_cudagraph.device.refusals.host_reads import of_library
-from lightning_cudagraph.device.refusals.takers import BRANCH, takers
+from lightning_cudagraph.device.refusals.takers import instead_of_draw, takers
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of
@@ -65,9 +66,11 @@ def moving_number(reads: HostReads, name: str, value: int, max_graphs: int) -> H
             return
         computed = "" if read.text == read.path else read.text
         where = user_location()
-        refuse(
-            frozen_read(read.path, where, remedy_of_number(read.path, where, reads.returned), computed)
+        error = frozen_read(
+            read.path, where, remedy_of_number(read.path, where, reads.returned), computed
         )
+        error.remedy = of_library(where, error.remedy)
+        refuse(error)
 
     return reads.beside_batch(name, value, has_many, refuse_read)
 
@@ -249,6 +252,44 @@ def option_error(path: str, of: str) -> CaptureError:
     return error
 
 
+def _holds_tensors(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return any(isinstance(each, Tensor) for each in values)
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, Tensor) for each in value)
+
+
+def _is_returnable(change: Moved, where: Location | None) -> bool:
+    """True for a tensor that the step itself appends to a list: it can return it."""
+    is_in_step = where is not None and where.function == "training_step"
+    return isinstance(change.holder, list) and (is_in_step or not _owner(change))
+
+
+def _owner(change: Moved) -> str:
+    """The object with the changed attribute, as its code has it; empty for a variable."""
+    if change.of.startswith("`"):
+        return f"self.{change.of.strip('`')}."
+    return "self." if change.of.startswith("the `") else ""
+
+
+def _to_keep(change: Moved, keep: str) -> str:
+    """The remedy for tensors that the step leaves in a container, or in another object."""
+    owner = _owner(change)
+    if owner:
+        keep = (
+            " To keep it, let an attribute of a module be the tensor itself, `module.kept ="
+            " output.detach()`, and read it in `on_train_batch_end`."
+        )
+    if not any(isinstance(each, (dict, list)) for each in (change.holder, change.now)):
+        return keep.strip()
+    return (
+        "If the step alone reads it, empty it before the step returns:"
+        f" `{owner}{change.name}.clear()`.{keep}"
+    )
+
+
 def effect_error(change: Moved, where: Location | None) -> CaptureError:
     """The error for an effect of a step on the host."""
     named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
@@ -256,14 +297,11 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     if change.draws:
         remedy = (
             "Draw on the device (`torch.rand(..., device=x.device)`), in the dataloader, or in"
-            " `on_train_batch_start` into a registered buffer." + allowed
+            " `on_train_batch_start` into a registered buffer (of float64 for the bits of a Python"
+            " number)." + allowed
         )
-        if where is not None and BRANCH in takers(where, change.attribute):
-            remedy = (
-                "Choose on the device: `x = torch.where(torch.rand((), device=x.device) < p, f(x), x)`."
-                " Or draw in `on_train_batch_start` into a registered buffer, and choose by that; or in"
-                " the collate function, and pass a whole number with the batch: each has a graph."
-            )
+        if where is not None:
+            remedy = instead_of_draw(takers(where, change.attribute)) or remedy
         return CaptureError(
             f"The training step draws from {named}, on the host: every replay would use the numbers"
             " of this one step.",
@@ -286,29 +324,21 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     keep = f" To keep what the step computes, {_keep(where)} in `on_train_batch_end`."
     remedy = f"{_HOST_HOOK}.{keep}"
     recipe = "counters"
-    if isinstance(change.holder, dict) and isinstance(change.now, Tensor):
-        owner = "self." if change.of.startswith("the `") else ""
+    if change.label == "p" and is_dropout(change.holder):
+        remedy, recipe = DRAW_THE_MASK, "changing_numbers"
+    elif _is_list_of_tensors(change.now) and isinstance(change.holder, nn.Module):
         remedy = (
-            "If the step alone reads it, empty it before the step returns:"
-            f" `{owner}{change.name}.clear()`."
+            f"Keep a tuple, `self.{change.label} = tuple(...)`: its tensors go from replay to replay."
         )
-        remedy += (
-            " To keep it, let an attribute of the module be the tensor itself, `self.kept ="
-            " output.detach()`."
-            if owner
-            else keep
-        )
+        recipe = "kept_tensors"
+    elif _holds_tensors(change.now) and not _is_returnable(change, where):
+        remedy = _to_keep(change, keep)
         recipe = "forward_hooks"
     elif type(change.now) is int:
         remedy += (
             " For a choice in every n-th step, compare `batch_idx` or `global_step`: each path has a"
             " graph."
         )
-    elif isinstance(change.now, list) and all(isinstance(each, Tensor) for each in change.now):
-        remedy = (
-            f"Keep a tuple, `self.{change.label} = tuple(...)`: its tensors go from replay to replay."
-        )
-        recipe = "kept_tensors"
     error = CaptureError(
         f"The training step sets or changes {named}, which a replay would not do: it would keep what"
         " this one step left there.",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.checks.walk.host_objects import UNSET
 from lightning_cudagraph.checks.walk.parts import Moved
-from lightning_cudagraph.device.refusals.takers import instead_of, takers
+from lightning_cudagraph.device.refusals.takers import BRANCH, instead_of, takers
 from lightning_cudagraph.errors import Location, see
 
 _BUFFER = "Hand it to the step in a registered buffer, written with `fill_` in `on_train_batch_start`. "
@@ -23,10 +23,16 @@ _CHOOSE = (
     "Branch on `batch_idx`, on `global_step` or on a whole number in the batch in its place: each path"
     " has a graph." + see("paths")
 )
+_COMPARE = (
+    "If it counts the steps, compare `self.global_step` with plain numbers in its place, as in `if"
+    " self.global_step > 25`: each outcome has a graph. Else keep it in a registered buffer, and choose"
+    " by that with `torch.where`." + see("changing_numbers")
+)
 _HAND_OVER = (
     "Hand it to the step in a registered buffer, written with `copy_` or `fill_` in a hook that runs on"
-    " the host at every step, such as `on_train_batch_start`; or keep it constant. If the step itself"
-    " sets it, let it keep the tensor: `self.last = loss.detach()`." + see("changing_numbers")
+    " the host at every step, such as `on_train_batch_start` (of float64 for the bits of a Python"
+    " number); or keep it constant. If the step itself sets it, let it keep the tensor: `self.last ="
+    " loss.detach()`." + see("changing_numbers")
 )
 _WRITE_INTO_IT = (
     "Keep the tensor, best as a registered buffer, and write into it with `copy_` or `fill_`."
@@ -37,10 +43,10 @@ _RATE = (
     " the learning rate there is this step's. To log it, use `LearningRateMonitor`."
     + see("changing_numbers")
 )
-_DRAW_THE_MASK = (
+DRAW_THE_MASK = (
     "With a probability that changes, draw the mask yourself: `x * (torch.rand_like(x) >= self.p) /"
     " (1 - self.p)`, with `self.p` a registered buffer, written with `fill_` in `on_train_batch_start`."
-    + see("changing_numbers")
+    " The masks are other random ones."
 )
 _NUMBERS = (int, float, complex, np.ndarray, np.generic, list, tuple, dict, set, frozenset)
 
@@ -89,6 +95,11 @@ _VALUES = (
 )
 
 
+def is_dropout(module: Any) -> bool:
+    """True for a dropout module of torch, or of a class made of one."""
+    return any(of.__module__ == nn.Dropout.__module__ for of in type(module).__mro__)
+
+
 def remedy_of_value(now: Any) -> str:
     """Return one thing to do about a value that changes between steps."""
     if isinstance(now, Tensor):
@@ -101,8 +112,8 @@ def remedy_of_part(moved: Moved, where: Location | None) -> str:
     holder = moved.holder
     if isinstance(holder, dict) and "params" in holder:  # a param group, of which the step reads this
         return _RATE
-    if moved.label == "p" and any(of.__module__ == nn.Dropout.__module__ for of in type(holder).__mro__):
-        return _DRAW_THE_MASK
+    if moved.label == "p" and is_dropout(holder):
+        return DRAW_THE_MASK + see("changing_numbers")
     if moved.label == "":  # the contents of a buffer, compared as bytes
         return _HAND_OVER
     value = moved.was if moved.now is UNSET else moved.now
@@ -111,7 +122,9 @@ def remedy_of_part(moved: Moved, where: Location | None) -> str:
     if where is not None and isinstance(value, (int, float)):
         names = takers(where, moved.attribute)
         if "dropout" in names:
-            return _DRAW_THE_MASK
+            return DRAW_THE_MASK + see("changing_numbers")
+        if isinstance(value, int) and BRANCH in names:
+            return _COMPARE
         if isinstance(value, int) and (instead := instead_of(names)):
             return _BUFFER + instead
     return remedy_of_value(value)

@@ -59,6 +59,11 @@ class Gathered:
         elif first.location and self.findings[self._places[key]].location is None:
             self.findings[self._places[key]] = finding
 
+    def has(self, where: Location) -> bool:
+        """True if something on the same line of the user's has been found."""
+        lines = [finding.location for finding in self.findings if finding.location is not None]
+        return (where.path, where.line) in [(at.path, at.line) for at in lines]
+
 
 _under_way: list[FirstRefusal] = []
 _gathered: OfThread[Gathered | None] = OfThread(None)
@@ -124,9 +129,7 @@ def is_of_receiver(holder: Any) -> bool:
 
 def found_at(where: Location | None) -> bool:
     """True if something on the same line of the user's has been gathered."""
-    found = [] if _gathered.value is None or where is None else _gathered.value.findings
-    lines = [finding.location for finding in found if finding.location is not None]
-    return where is not None and (where.path, where.line) in [(at.path, at.line) for at in lines]
+    return _gathered.value is not None and where is not None and _gathered.value.has(where)
 
 
 @contextmanager

@@ -102,6 +102,14 @@ _WORDS: dict[str, Words] = {
     # aten/src/ATen/native/nested/NestedTensorMath.cpp: both count what is not padded, on the host.
     "aten::_nested_tensor_from_mask": _NESTED,
     "aten::_nested_tensor_from_mask_left_aligned": _NESTED,
+    # aten/src/ATen/native/LossCTC.cpp and cuda/LossCTC.cu read the lengths, of input and targets.
+    "aten::_ctc_loss": (
+        "`ctc_loss`, for which torch reads the lengths on the host",
+        (
+            'torch has no form of it that a graph can hold. Pass `scope="modules", modules=["encoder"]`'
+            ' with your names, which captures these alone; or `on_unsupported="eager"`.'
+        ),
+    ),
     # aten/src/ATen/native/BatchLinearAlgebra.cpp reads the error code on the host.
     "aten::_linalg_check_errors": (
         "a `torch.linalg` function that checks for errors on the host",

@@ -16,11 +16,13 @@ from torch import Tensor
 from lightning_cudagraph.device.lines.user_lines import is_installed, is_user_code
 from lightning_cudagraph.device.refusals.takers import (
     ASKS_MASK,
+    BRANCH,
     CHOOSES,
     LOOP,
     SKIPS,
     START,
     STOP,
+    STOPS,
     branch,
     instead_of,
     takers,
@@ -96,8 +98,9 @@ _READERS = (
     _Reader(
         "torch/nn/",
         lambda function, file: (function, file) == ("dropout", "functional.py"),
-        "Draw the mask with the probability as a tensor: `x * (torch.rand_like(x) >= p) / (1 - p)`."
-        + see("changing_numbers"),
+        "Draw the mask with the probability as a tensor: `x * (torch.rand_like(x) >= p) / (1 - p)`, with"
+        " `p` a registered buffer, written with `fill_` in `on_train_batch_start`. The masks are other"
+        " random ones." + see("changing_numbers"),
     ),
     _Reader(
         "torch/nn/modules/",
@@ -293,6 +296,12 @@ _USES = (
     ),
     _Use(
         "",
+        lambda call, where: call.name in _BRANCHES and branch(where) == STOPS,
+        'Do it in `on_train_batch_end`, which runs on the host after every step: `if outputs["loss"] <'
+        " 0.1: self.trainer.should_stop = True`." + see("item_and_print"),
+    ),
+    _Use(
+        "",
         lambda call, where: call.name in _BRANCHES and branch(where) == ASKS_MASK,
         "Always pass the mask; or leave it out if no batch has padding. To choose something else by it:"
         " `torch.where(mask.any(), a, b)`." + see("attention_masks"),
@@ -342,12 +351,19 @@ def of_use(call: TorchCall | None, where: Location | None, words: Words) -> Word
 
 def of_loop(where: Location | None, words: Words) -> Words:
     """The words for values over which a line loops, or their list does; else the given ones."""
-    if where is None or LOOP not in takers(where):
+    if where is None or LOOP not in (found := takers(where)):
         return words
     if re.search(r"unique|\bset\(", where.source):
         return words[0], (
             "Loop over all that can come, `for c in range(num_classes)`, with a mask,"
             " `torch.where(labels == c, x, 0)`." + see("masks")
+        )
+    if BRANCH in found:
+        return words[0], (
+            "Python that decides by values is in no graph. If they are the batch's, decide in the"
+            " collate function or in `on_after_batch_transfer`, and pass tensors of indices, padded to"
+            " one length, with the batch. Else decide by a mask, `torch.where`."
+            + see("indices_and_lengths")
         )
     return words[0], "Loop over the tensor itself, `for each in x`." + see("indices_and_lengths")
 

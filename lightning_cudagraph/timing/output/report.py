@@ -30,6 +30,9 @@ _LAUNCH_BOUND = 1.05
 _SMALL_GAIN = 2.0
 # Steps from which on the report begins with the remedy, if most were eager because of their signature.
 _LONG = 100
+# Of batches: what varies, and what to do about it.
+_SHAPES = " shapes. Pad to a few (`pad_to` of the callback)." + see("buckets")
+_VALUES = " values. Pass it as a tensor, or only a few values." + see("names_in_batches")
 _NO_TIMES = WindowSummary([])
 _WATCHED = "watched, so slower: no measure of what is gained"
 
@@ -86,17 +89,19 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
 
 
 def _one_of_each_shape(eager: Mapping[str, int]) -> dict[str, int]:
-    """The reasons of eager steps, those that differ only in the shape of one tensor together."""
-    found: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    """The reasons of eager steps, those that differ only in a shape or value of the batch together."""
+    found: defaultdict[tuple[str, bool], dict[str, int]] = defaultdict(dict)
     for reason, steps in eager.items():
-        expected, is_shape, _ = reason.partition(", found (")
-        found[expected if is_shape else reason][reason] = steps
+        expected, is_other, value = reason.partition(", found ")
+        is_of_batch = is_other and "`batch" in expected
+        found[expected if is_of_batch else reason, value.startswith("(")][reason] = steps
     return {
         next(iter(reasons))
         if len(reasons) == 1
-        else f"{expected}, found {len(reasons)} other shapes. Pad to a few (`pad_to` of the callback)."
-        + see("buckets"): sum(reasons.values())
-        for expected, reasons in found.items()
+        else f"{expected}, found {len(reasons)} other" + (_SHAPES if are_shapes else _VALUES): sum(
+            reasons.values()
+        )
+        for (expected, are_shapes), reasons in found.items()
     }
 
 

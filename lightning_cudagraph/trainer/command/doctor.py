@@ -28,6 +28,7 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.estimate import Estimate, StepMeter
 from lightning_cudagraph.trainer.command.loader_state import LoaderState
+from lightning_cudagraph.trainer.command.module_copy import copy_of
 from lightning_cudagraph.trainer.command.stand_ins import use_stand_ins
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
@@ -120,7 +121,7 @@ def _fit(
     trainer.callbacks = [*callbacks, *callbacks_of(trainer)]  # type: ignore[attr-defined]
     trainer.fit_loop.epoch_loop.max_steps = steps
     named = "datamodule" if isinstance(batches, pl.LightningDataModule) else "train_dataloaders"
-    trainer.fit(deepcopy(module), **{named: batches})
+    trainer.fit(copy_of(module), **{named: batches})
 
 
 class _Kept(Callback):

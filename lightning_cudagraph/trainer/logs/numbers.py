@@ -29,10 +29,13 @@ class _Seen:
     last: Any
     pairs: int = 0
     moves: int = 0
+    other: Any = None  # the one before it changed
 
     def add(self, value: Any) -> None:
         self.pairs += 1
-        self.moves += not _same(self.last, value)
+        if not _same(self.last, value):
+            self.moves += 1
+            self.other = self.last
         self.last = value
 
     @property
@@ -76,6 +79,8 @@ class LoggedNumbers:
         def check(what: _What, value: Any) -> None:
             if what in seen:
                 before = seen[what].last
+                if _same(before, value):
+                    before = seen[what].other
                 seen[what].add(value)
                 if seen[what].changes:
                     _refuse(what, before, value)

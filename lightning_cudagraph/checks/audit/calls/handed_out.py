@@ -33,7 +33,8 @@ def note_handed_out(
     name = code.co_name
     if name == "__getattr__":
         name = str(frame.f_locals.get(code.co_varnames[1]))
-    label = f"`{name}` of the `{kind.__qualname__}`"
+    of = f"the `{_known_class(receiver).__qualname__}`"
+    label = f"`{name}` of {of}"
     if issubclass(kind, nn.Module) and str(frame.f_globals.get("__name__")).startswith("torch."):
         return  # the output of a layer
     is_number = type(value) in _NUMBERS
@@ -48,7 +49,13 @@ def note_handed_out(
             label = f"{label} ({len(mentioned.reads)})"
         mentioned.reads[label] = read
     if not is_number and all(value is not root for root, _, _ in mentioned.roots):
-        mentioned.roots.append((value, name, f"the `{kind.__qualname__}`"))
+        mentioned.roots.append((value, name, of))
+
+
+def _known_class(receiver: Any) -> type:
+    """The class that the user knows: Lightning makes one for its wrapper of an optimizer."""
+    is_wrapper = isinstance(receiver, Optimizer) and "_optimizer" in vars(receiver)
+    return type(vars(receiver)["_optimizer"] if is_wrapper else receiver)
 
 
 def is_of_optimizers(value: Any) -> bool:
