@@ -128,6 +128,9 @@ class Shares(Net):
 class LaysOut(Net):
     """Gives gradients other strides in every second step, by which their norm has other last bits."""
 
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=False))
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         for parameter in self.parameters():
             if (gradient := parameter.grad) is not None and batch_idx % 2 == 0:

@@ -178,7 +178,7 @@ def test_whoever_looks_finds_what_is_there(
         accumulate_grad_batches=window,
         log_every_n_steps=4,
     )
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
     assert bool(runs.loaders[0].seen) is (looks != "never")
 
 
@@ -193,7 +193,7 @@ def test_what_was_seen_stays(tmp_path: Path, accelerator: str, monkeypatch: pyte
             return found
 
     runs = Both(tmp_path, accelerator, monkeypatch, lambda: Keeps(LOOKS["always"]))
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
     half = len(copies) // 2
     assert not differences(copies[:half], runs.loaders[0].seen)
     assert not differences(copies[half:], runs.loaders[1].seen)
@@ -220,7 +220,7 @@ def test_a_dictionary_that_is_kept(
         lambda: Keeps(lambda index: index > 5),
         log_every_n_steps=50,
     )
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
     seen = [found["loss_step"] for found in runs.loaders[0].seen]
     assert len({float(value) for value in seen}) > 20
 
@@ -239,7 +239,7 @@ def test_who_looks_in_inference_mode_gets_plain_tensors(
     runs = Both(
         tmp_path, accelerator, monkeypatch, lambda: Infers(LOOKS["sometimes"]), log_every_n_steps=50
     )
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
     assert any(runs.loaders[1].seen[-1][1]) is False
 
 
@@ -287,7 +287,7 @@ def test_who_looks_while_another_thread_does(
         lambda: InTwoThreads(lambda index: index % 3 == 2),
         log_every_n_steps=50,
     )
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
     half = len(in_threads) // 2
     assert not differences(in_threads[:half], in_threads[half:])
 
@@ -360,7 +360,7 @@ def test_schedules(
     build: type[pl.LightningModule],
 ) -> None:
     runs = Both(tmp_path, accelerator, monkeypatch, lambda: Sized(LOOKS["always"]), build=build)
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
     rates = {seen["lr"][0] for seen in runs.loaders[1].seen}
     assert len(rates) > (10 if build is Net else 2)
 
@@ -526,7 +526,7 @@ def test_validation_is_switched_on_in_mid_epoch(
         val_check_interval=5,
         **{name: 0 if name == "limit_val_batches" else 4},
     )
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
     seen = runs.loaders[1].seen
     assert "val_loss" not in seen[BATCHES + 4]["callback_metrics"]
     assert "val_loss" in seen[BATCHES + 5]["callback_metrics"]
@@ -561,7 +561,7 @@ def test_a_logger_that_looks(tmp_path: Path, accelerator: str, monkeypatch: pyte
         logger=Notes(tmp_path / "notes"),
         log_every_n_steps=3,
     )
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
     assert len(loggers) == 2
 
 
@@ -631,7 +631,7 @@ def test_a_module_with_a_hook_that_keeps_a_tensor(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = Both(tmp_path, accelerator, monkeypatch, lambda: Sized(LOOKS["always"]), build=Watched)
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
 
 
 class Changes(Net):
@@ -696,7 +696,7 @@ def test_nothing_is_logged(
     build: type[Nothing],
 ) -> None:
     runs = Both(tmp_path, accelerator, monkeypatch, lambda: Sized(LOOKS["sometimes"]), build=build)
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
     plain, graph = (trace.module for trace in runs.traces)
     assert not differences(plain.mean, graph.mean)  # type: ignore[union-attr]
 
@@ -734,7 +734,7 @@ class Metering(Sized):
 @pytest.mark.parametrize("looks", LOOKS)
 def test_metrics(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, looks: str) -> None:
     runs = Both(tmp_path, accelerator, monkeypatch, lambda: Metering(LOOKS[looks]), build=Measures)
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
     plain, graph = (trace.module for trace in runs.traces)
     assert plain is not None
     assert graph is not None
@@ -761,7 +761,7 @@ def test_tensorboard_gets_the_same(
         lambda: (Writes(),),
         log_every_n_steps=5,
     )
-    assert runs.plain_replays > 20
+    assert runs.plain_replays > 18
     found = []
     for folder in "01":
         events = EventAccumulator(str(tmp_path / folder))

@@ -321,10 +321,10 @@ def _in_words(described: tuple[Any, ...]) -> str:
     if len(described) == 2:
         kind, value = described
         return str(value) if issubclass(kind, (float, complex)) else repr(value)
-    shape, stride, (past_bytes, multiple_bytes), dtype, device, is_conj, is_neg, kind, _ = described
+    shape, stride, past_bytes, dtype, device, is_conj, is_neg, kind, _ = described
     lazily = [word for word, is_so in (("conjugated", is_conj), ("negated", is_neg)) if is_so]
     of_class = "" if kind is Tensor else f" in a `{kind.__qualname__}`"
     signs = f", lazily {' and '.join(lazily)}" if lazily else ""
-    address = f", aligned to {multiple_bytes} bytes (+{past_bytes})" if multiple_bytes else ""
+    address = f", {past_bytes} bytes past an aligned address" if past_bytes else ""
     dtype = str(dtype).removeprefix("torch.")
     return f"{shape} {dtype} {device} with strides {stride}{signs}{address}{of_class}"

@@ -76,17 +76,11 @@ def past_aligned_bytes(tensor: Tensor) -> int:
     return tensor.data_ptr() % _ALIGNED_BYTES if tensor.is_cuda else 0
 
 
-def alignment_bytes(tensor: Tensor) -> tuple[int, int]:
-    """Describe the address of a tensor as far as kernels are chosen by it.
-
-    Returns:
-        The bytes past what sums read at once (0: aligned), and the power of two that the address is a
-        multiple of, by which cuBLAS chooses (0: of 256).
-    """
-    past = past_aligned_bytes(tensor)
-    if past == 0:
-        return 0, 0
-    return past % max(_READ_BYTES, _READ_ELEMENTS * tensor.itemsize), past & -past
+def alignment_bytes(tensor: Tensor) -> int:
+    """The bytes by which an address is past those at which sums begin in their usual order."""
+    if tensor.numel() < 2:
+        return 0
+    return past_aligned_bytes(tensor) % max(_READ_BYTES, _READ_ELEMENTS * tensor.itemsize)
 
 
 def empty_like(tensor: Tensor) -> Tensor:

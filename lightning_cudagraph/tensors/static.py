@@ -76,16 +76,16 @@ class _Pattern:
         return (found, values) if len(set(map(id, found))) == len(found) else None
 
 
-def _of_new_memory(tensor: Tensor) -> tuple[int, int]:
+def _of_new_memory(tensor: Tensor) -> int:
     """The alignment of the copy of a tensor that is moved to the device."""
-    return 0, 0
+    return 0
 
 
 def _matches(
     pattern: tuple[Any, ...],
     value: Any,
     device_type: str,
-    alignment: Callable[[Tensor], tuple[int, int]],
+    alignment: Callable[[Tensor], int],
     found: list[Tensor],
     values: list[Any],
 ) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.calls.host_calls import HostCalls
 from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance, frozen_read
@@ -111,7 +112,7 @@ class StepAudit:
                 if others := self.calls.other_draws(change, where):
                     lines = ", ".join(map(str, others))
                     error.what += f" It is named in other lines of the file too: {lines}."
-                self._refuse(error, change.subject)
+                self._refuse(error, change.subject, change.holder)
         for name, (tensor, _, address) in self._storages.items():
             if address_of(tensor) != address:
                 where = self.calls.line_of("data")
@@ -125,8 +126,9 @@ class StepAudit:
                     (name, "data"),
                 )
 
-    def _refuse(self, error: UnsupportedError, subject: Hashable = None) -> None:
-        error.in_optimizer = self.after_backward
+    def _refuse(self, error: UnsupportedError, subject: Hashable = None, holder: object = None) -> None:
+        is_optimizers = isinstance(holder, type) and issubclass(holder, Optimizer)
+        error.in_optimizer = self.after_backward or is_optimizers
         refuse(error, subject)
 
     def put_back(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from lightning_cudagraph.tensors.layouts import (
     alignment_bytes,
     empty_past,
     has_strides,
-    past_aligned_bytes,
     without_repeats,
 )
 
@@ -26,22 +25,21 @@ class _Form:
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_strided: bool
-    alignment_bytes: tuple[int, int]
-    past_bytes: int = field(compare=False)  # of an aligned address; kernels depend on the above alone
+    alignment_bytes: int
 
     @classmethod
     def of(cls, gradient: Tensor) -> _Form:
         """The form of a gradient."""
         is_strided = type(gradient) is Tensor and has_strides(gradient)
         if not is_strided or gradient.is_conj() or gradient.is_neg():
-            return cls(tuple(gradient.shape), (), gradient.dtype, False, (0, 0), 0)
-        aligned, past_bytes = alignment_bytes(gradient), past_aligned_bytes(gradient)
-        return cls(tuple(gradient.shape), gradient.stride(), gradient.dtype, True, aligned, past_bytes)
+            return cls(tuple(gradient.shape), (), gradient.dtype, False, 0)
+        shape, stride = tuple(gradient.shape), gradient.stride()
+        return cls(shape, stride, gradient.dtype, True, alignment_bytes(gradient))
 
     def static(self, device: torch.device) -> Tensor:
         """Make a gradient of this form, with the same strides: an expanded one stays expanded."""
         once = [1 if step == 0 else size for size, step in zip(self.shape, self.stride, strict=True)]
-        memory = empty_past(self.past_bytes, once, self.stride, self.dtype, device)
+        memory = empty_past(self.alignment_bytes, once, self.stride, self.dtype, device)
         return memory.expand(self.shape)
 
 

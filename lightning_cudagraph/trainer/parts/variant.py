@@ -182,10 +182,11 @@ class Variant:
         for index, output in enumerate(with_grad):
             output.register_hook(partial(self._note, arrived, self._position, index))
 
-    def _note(self, arrived: list[Any], position: int, index: int, gradient: Tensor) -> None:
+    def _note(self, arrived: list[Any], position: int, index: int, gradient: Tensor | None) -> None:
         if torch.is_grad_enabled():
             self.refused = UnsupportedError(*NO_SECOND)
-        arrived[index] = gradient.detach()
+        # None for an output of cuDNN's LSTM that the loss does not use.
+        arrived[index] = None if gradient is None else gradient.detach()
         self._arrivals[position] = Arrival.of(arrived, self._run.backend.device)
 
     def capture(self, call: Call) -> PartGraph:
