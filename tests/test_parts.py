@@ -846,6 +846,30 @@ def test_an_expanded_gradient_has_the_same_bits(tmp_path: Path, accelerator: str
     assert "eager" not in note(run, "head")
 
 
+class _Head(nn.Linear):
+    """A layer whose class gets another `forward` in the middle of an epoch."""
+
+
+class OtherForward(Dynamic):
+    def __init__(self) -> None:
+        super().__init__()
+        _Head.forward = nn.Linear.forward
+        self.head = _Head(24, 4)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 10:
+            _Head.forward = _halved
+
+
+def _halved(self: nn.Linear, x: Tensor) -> Tensor:
+    return nn.Linear.forward(self, x) * 0.5
+
+
+def test_another_forward_of_a_class(tmp_path: Path, accelerator: str) -> None:
+    run = runs(tmp_path, OtherForward, ["features", "head"], accelerator)
+    assert "captured again" in str(run.callback.summary)
+
+
 class Layers(Dynamic):
     """Layers of torch with kernels of their own, on results of eager code that writes in place."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
+from lightning_cudagraph.compat.method_patches import Original
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.errors import (
@@ -50,7 +50,7 @@ class Part:
 
     def __init__(self, run: PartsRun, name: str, module: nn.Module) -> None:
         self._run, self.name, self._module = run, name, module
-        self._forward: Callable[..., Any] = module.forward
+        self._forward = Original(module, "forward")
         self._parameters, self._modules = [*module.parameters()], [*module.modules()]
         self._variants: dict[Signature, Variant] = {}
         self._last: Variant | None = None
