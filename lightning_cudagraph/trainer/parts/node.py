@@ -48,13 +48,14 @@ def attached(
         backward pass: after that, or with the last tensor that leads there.
     """
     use = Use()
+    apply: Callable[..., Any] = _Node.apply
     with saved_tensors_hooks(lambda token: use, lambda use: _TOKEN):
         if len(groups) == 1:
-            found = _Node.apply(backward, outputs, *inputs)  # type: ignore[no-untyped-call]
+            found = apply(backward, outputs, *inputs)
         else:
             passes = _Passes(backward, len(outputs))
             tokens = [
-                _Node.apply(  # type: ignore[no-untyped-call]
+                apply(
                     partial(passes.taken, group.inputs),
                     [outputs[0].new_empty(0)],
                     *(inputs[index] for index in group.inputs),
@@ -62,7 +63,7 @@ def attached(
                 for group in groups
             ]
             found = [
-                _Node.apply(  # type: ignore[no-untyped-call]
+                apply(
                     partial(passes.note, index),
                     [output],
                     *(t for t, group in zip(tokens, groups, strict=True) if index in group.outputs),
