@@ -353,7 +353,7 @@ class AtNinth(Callback):
 
 
 def _replace(patch: pytest.MonkeyPatch, module: Net, has: Has, where: Any, name: str) -> None:
-    """Put a function in the place of a method or hook, which also changes a weight."""
+    """Replace a method or hook by a function that also changes a weight."""
     was = getattr(Has if where in ("instance", "another class") else where, name)
 
     def function(*args: Any, **kwargs: Any) -> Any:

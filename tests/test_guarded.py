@@ -711,7 +711,7 @@ def test_the_report_names_what_is_compared_in_pauses_only(
 
 
 class BeforeAnotherShape(LargeAndEqual):
-    """What is compared in pauses alone changes before the first step of another shape."""
+    """A change of a part that is compared in pauses alone, before the first step of another shape."""
 
     def change(self) -> None:
         self.rows[-1] = 3.0

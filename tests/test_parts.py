@@ -59,7 +59,7 @@ def runs(
 
 
 def note(run: Trace, name: str) -> str:
-    """What the report says of a module."""
+    """The note on a module in the report."""
     return next(line for line in run.summary.notes if f"`{name}`: " in line).partition(f"`{name}`: ")[2]
 
 
@@ -695,7 +695,7 @@ def test_graphs_without_work(tmp_path: Path, accelerator: str) -> None:
 
 
 class Changes(Dynamic):
-    """What the features compute depends on things that change between steps, and in them."""
+    """Features that depend on things which change between steps, and in them."""
 
     def __init__(self) -> None:
         super().__init__()

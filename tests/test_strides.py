@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.tensors import layouts
 from lightning_cudagraph.tensors.batch import copied_leaf
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.layouts import alignment_bytes
@@ -115,6 +116,19 @@ def test_an_address_that_sums_read_in_another_order_is_another_signature(acceler
     # A copy of a batch in host memory is aligned.
     assert StaticBatch([x[:96]]).leaves_of([one.cpu()], "cpu") is not None
     assert (StaticBatch([one]).leaves_of([x[:96].cpu()], "cpu") is None) == is_cuda
+
+
+def test_the_remedy_for_another_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the addresses of a CPU taken for those of a GPU."""
+    monkeypatch.setattr(layouts, "past_aligned_bytes", lambda t: t.storage_offset() * t.itemsize % 256)
+    x = torch.randn(200)
+    one, alike, other = (x[first:][:96] for first in (1, 5, 3))
+    assert Signature([one], CPU) == Signature([alike], CPU)
+    assert Signature([one], CPU) != Signature([other], CPU)
+    assert StaticBatch([one]).leaves_of([alike], "cpu") is not None
+    assert StaticBatch([one]).leaves_of([other], "cpu") is None
+    assert "`x.clone()`" in Signature([one], CPU).remedy(Signature([other], CPU))
+    assert "Pad to" in Signature([one], CPU).remedy(Signature([other[:9]], CPU))
 
 
 def test_a_lazy_sign_is_another_signature() -> None:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 # Batches in a row for which a graph expects other gradients before the step, until it is invalidated.
 _MAX_MISMATCHES = 8
 
-_OVERLAPS = (
+_NO_COPY_FITS = (
     "user code gives parameters gradients that share memory, or have other strides or alignments than in"
     " the capture; give each its own: `p.grad = torch.empty_like(p).copy_(g)`"
 )
@@ -97,10 +97,10 @@ class Plans(Generic[T]):
             self._invalidation.drop(change)
             captured = None
         if captured is None and self._copies.has_overlaps(step.parameters()[1]):
-            return Intent.EAGER, _OVERLAPS, None, None
+            return Intent.EAGER, _NO_COPY_FITS, None, None
         if captured is not None and self._invalidation.has_replaced_gradients(captured):
             if not self._invalidation.follow_gradients(captured):
-                return Intent.EAGER, _OVERLAPS, None, None
+                return Intent.EAGER, _NO_COPY_FITS, None, None
             captured = None
         if self._copies.are_given:  # not before: it refers to the gradients, too
             self._copies.begin(step.parameters)

@@ -244,6 +244,9 @@ class Signature:
         for (_, mine), (_, theirs) in zip(self._described(), other._described(), strict=False):
             if mine != theirs and len(mine) == len(theirs) == 2:
                 return _INSTEAD_OF_VALUES + see("names_in_batches").removesuffix(".")
+            is_tensor = len(mine) == len(theirs) > 2
+            if is_tensor and mine[:2] == theirs[:2] and mine[2] != theirs[2]:
+                return "Pass a copy of the view, which is always aligned: `x.clone()`"
         return "Pad to one shape or a few (`pad_to` of the callback; docs/recipes/buckets.md)"
 
     def _other_containers(self, other: Signature) -> str:
