@@ -168,22 +168,22 @@ class _Unguarded(Callback):
         guards.changed = lambda: None
 
 
-def fit_of_model(workload: Workload, is_checked: bool, batches: BlockedBatches) -> None:
+def fit_of_model(workload: Workload, is_checked: bool, streams: int, batches: BlockedBatches) -> None:
     """Train a model with guards and verified replays at their defaults, or without any."""
     if is_checked:
-        callbacks: list[Callback] = [CUDAGraphCallback(timings=None)]
+        callbacks: list[Callback] = [CUDAGraphCallback(timings=None, streams=streams)]
     else:
-        ours = CUDAGraphCallback(timings=None, verify=None)
+        ours = CUDAGraphCallback(timings=None, streams=streams, verify=None)
         callbacks = [ours, _Unguarded(ours)]
     with trainer_for(workload, callbacks) as trainer:
         trainer.fit(workload.make(not ON_GPU), batches)
 
 
-def price(name: str, blocks: Blocks) -> dict[str, Measured]:
+def price(name: str, streams: int, blocks: Blocks) -> dict[str, Measured]:
     """Steps of a model with all checks and without any."""
     (workload,) = [each for each in WORKLOADS if each.name == name]
     fits = {
-        way: partial(fit_of_model, workload, is_checked)
+        way: partial(fit_of_model, workload, is_checked, streams)
         for way, is_checked in (("all checks", True), ("none", False))
     }
     with contextlib.redirect_stdout(io.StringIO()):
@@ -200,6 +200,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=100 if ON_GPU else 3)
     parser.add_argument("--rounds", type=int, default=6 if ON_GPU else 2, help="blocks of each fit")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    # One number for both: each fit would choose its own by a trial.
+    parser.add_argument("--streams", type=int, default=4, help="of each capture")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args(given)
     for logger in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric"):
@@ -211,7 +213,7 @@ def main(given: Sequence[str] | None = None) -> None:
     print("|---|---|---|---|")
     prices_us: dict[str, list[float]] = {}
     for name in args.models:
-        checked, unchecked = price(name, blocks).values()
+        checked, unchecked = price(name, args.streams, blocks).values()
         ratio, low, high = checked.ratio_to(unchecked)
         prices_us[name] = [checked.median_us, unchecked.median_us]
         cells = [

@@ -340,7 +340,7 @@ def test_the_surroundings_of_a_step() -> None:
 
 
 def test_the_price_of_checks() -> None:
-    measured = guards.price("MLP", Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2))
+    measured = guards.price("MLP", 1, Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2))
     assert {way: len(found.step_us) for way, found in measured.items()} == {"all checks": 2, "none": 2}
 
 
@@ -369,3 +369,9 @@ def test_plain_lightning_and_the_callback_in_turn(rows: dict[str, pairs.Row], le
     assert all(graph.replayed_share > least for _, graph in measured.values())
     found = [pairs.line(name, *fits, goal=1.0).split(" | ") for name, fits in measured.items()]
     assert {cells[-1] for cells in found} == {"equal |"}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_memory_with_one_graph_and_with_several() -> None:
+    assert list(shapes.measure_memory()) == ["the longest alone", shapes.IN_BUCKETS]

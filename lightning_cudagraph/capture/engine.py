@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Generic, TypeVar
 
 from lightning_cudagraph.capture.captures import Captures
@@ -228,11 +228,16 @@ class StepEngine(Generic[T]):
         self._copies.put_back()
         # On the side stream: autograd nodes keep the stream on which they were made, and a node of the
         # default stream would break a later capture.
-        noting = self._copies.noting_made(step.parameters, step.are_added_to)
-        with self._backend.on_side_stream(), noting:
+        with self._backend.on_side_stream(), self._noting_gradients(step):
             step.run()
         self._captures.eager_step_ended()
         return Phase.EAGER, None
+
+    def _noting_gradients(self, step: Step[T]) -> AbstractContextManager[None]:
+        """Note the gradients that an eager step makes, if later steps may add to them."""
+        if step.are_added_to or any(captured.adds for captured in self.graphs.all()):
+            return self._copies.noting_made(step.parameters)
+        return nullcontext()
 
     def _warm_up(self, step: Step[T], signature: Signature) -> tuple[Phase, None]:
         if first := self._warm_ups.is_new(signature):
@@ -250,7 +255,7 @@ class StepEngine(Generic[T]):
                 stack.enter_context(self._backend.generators.learning())
             stack.enter_context(step.learning())
             stack.enter_context(self._compiled.noticed())
-            stack.enter_context(self._copies.noting_made(step.parameters, step.are_added_to))
+            stack.enter_context(self._noting_gradients(step))
             is_at_its_end = self.graphs.is_timed(signature) and self._warm_ups.is_at_its_end(
                 signature, step.accumulation
             )

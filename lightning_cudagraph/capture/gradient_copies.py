@@ -118,22 +118,15 @@ class GradientCopies:
 
     @contextmanager
     def noting_made(
-        self,
-        parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]],
-        are_added_to: bool,
+        self, parameters: Callable[[], tuple[list[nn.Parameter], list[nn.Parameter]]]
     ) -> Iterator[None]:
         """Note the gradients that an eager step makes; user code may keep them.
 
         Args:
             parameters: of the step, with the gradients that it drops and those that it adds to.
-            are_added_to: later steps add to the gradients that it makes. If not, they need no note.
         """
-        dropped, added = parameters()
-        if dropped and not added and not are_added_to:
-            yield
-            return
         # Weakly: a gradient that the step drops leaves its id to one that it makes.
-        before = _by_id(chain(dropped, added))
+        before = _by_id(chain(*parameters()))
         yield
         # Only a step that has run once knows its parameters.
         after = _by_id(chain(*parameters()))

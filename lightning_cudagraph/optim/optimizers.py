@@ -111,6 +111,9 @@ class EagerOptimizer:
             for index, parameter in enumerate(group["params"])
         }
 
+    def bring_state(self) -> None:
+        """Move the state that the step reads on the host there, before a capture."""
+
     def check_state(self) -> None:
         """Prepare the state for a capture, or raise an `UnsupportedError`."""
 
@@ -282,6 +285,10 @@ class PreparedOptimizer(EagerOptimizer):
         """True if a capture changes nothing of the optimizer, and its step keeps nothing on the host."""
         return all(prepared.is_left_alone for prepared in self._groups)
 
+    def bring_state(self) -> None:
+        if not self._form.inspected and not is_compiled(self.optimizer.step):
+            self._tensors.bring()
+
     def check_state(self) -> None:
         # The step may have been compiled since the form was chosen, and hooks registered.
         compiled = is_compiled(self.optimizer.step)
@@ -340,8 +347,6 @@ class PreparedOptimizer(EagerOptimizer):
             prepared.note_moves()
         self.outcomes.settle()
         if not capturing:
-            if not self._form.inspected and not self._is_compiled:
-                self._tensors.bring()
             yield
             return
         traced: TracedStep | None = None

@@ -155,6 +155,11 @@ class OptimizerSteps:
         for prepared in self._prepared:
             prepared.note_moves()
 
+    def bring_state(self) -> None:
+        """Move the state that steps read on the host there, before a capture."""
+        for prepared in self._prepared:
+            prepared.bring_state()
+
     def check(self) -> None:
         """Raise an `UnsupportedError` if the optimizers cannot be captured as they are now."""
         if self._in_compiled_code:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lightning_cudagraph.tensors.recomputed import detach_recomputed
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.run import TrainingRun
@@ -22,7 +21,6 @@ class EagerSteps:
         self._marks: StepMarks | None = None  # of the timed step that is under way
 
     def run(self, eagerly: Callable[[], object]) -> None:
-        detach_recomputed(self._run.module)
         with self._run.logs.noted():
             eagerly()
         self._run.replicas.ran()

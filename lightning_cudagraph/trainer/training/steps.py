@@ -364,6 +364,7 @@ class TrainingStep(TrainingReplay, Step[StepOutputs]):
     @contextmanager
     def transaction(self) -> Iterator[None]:
         steps = self.steps
+        self.body.optimizer.bring_state()
         with steps._recorder.undone(), steps._part.undone(), steps._run.undone():
             yield
 
