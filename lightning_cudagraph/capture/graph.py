@@ -83,6 +83,7 @@ class CapturedStep(Generic[T]):
     Attributes:
         tape: the ops of the step at its first verification.
         written: the tensors older than the step that it writes.
+        has_breaks: the step has graph breaks.
         has_breaks_anywhere: the step has graph breaks in at least one process of the run.
     """
 
@@ -107,7 +108,7 @@ class CapturedStep(Generic[T]):
         self._runs_between = False
         self.tape = OpTape()
         self.n_replays = self.n_mismatches = 0
-        self.has_breaks_anywhere = False
+        self.has_breaks = self.has_breaks_anywhere = False
         self.written: list[Tensor] = []
         self._dropped, added = parameters
         # All instances add to these gradients in place. Kept as aliases: a reference to the gradient
@@ -143,6 +144,7 @@ class CapturedStep(Generic[T]):
                     parameter.grad = grad
             own = {storage_id(gradient) for each in self._instances for _, gradient in each.gradients}
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
+            self.has_breaks = bool(self._instances[0].breaks)
             self._rings = {
                 kind: deque([each for each in self._instances if each.is_timed is kind])
                 or deque(self._instances)
@@ -230,10 +232,6 @@ class CapturedStep(Generic[T]):
         every = [pair for each in self._instances for pair in each.gradients]
         added = gradients_of(self.adds)
         self._holds = ExternalReferences([*every, *made], added)
-
-    @property
-    def has_breaks(self) -> bool:
-        return bool(self._instances[0].breaks)
 
     @property
     def is_checked_apart(self) -> bool:

@@ -79,14 +79,19 @@ MAKES_GRADIENTS = AccumulationPhase(drops=True, steps=False)
 
 
 @dataclass(eq=False)
-class Replay(Generic[T]):
-    """The part of a step that a replay needs; front ends override its methods.
+class Step(Generic[T], ABC):
+    """A step on one batch; each front end has a subclass.
 
     Attributes:
         specialization: values outside the batch that are part of the signature, by the names
             that the user knows.
         numbers: integers beside the batch, by such names; what captured steps read of them is part of
             the signature.
+        eager_reason: why it runs eagerly, though others of its accumulation phase are replayed.
+        signature: set by the engine, if the front end does not know it.
+        leaves: the tensors and host values of the batch, in the order of the static batch, once a
+            comparison with that has found them.
+        is_compared: the guards have been compared for this step.
     """
 
     batch: Any
@@ -94,6 +99,10 @@ class Replay(Generic[T]):
     timed: bool = False
     specialization: Mapping[str, Hashable] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
+    eager_reason: str = ""
+    signature: Signature | None = None
+    leaves: tuple[list[Tensor], list[Any]] | None = None
+    is_compared: bool = field(default=False, init=False)
 
     def refresh(self, outputs: T | None) -> None:
         """Bring host values to where the graph reads them; `outputs` is None before a capture."""
@@ -107,17 +116,6 @@ class Replay(Generic[T]):
 
     def between(self, outputs: T, index: int) -> None:
         """Call the hooks of a graph break, given its index and the static outputs."""
-
-
-@dataclass(eq=False)
-class Step(Replay[T], ABC):
-    """A step, for every phase of its batch; each front end has a subclass.
-
-    It runs eagerly, though others of its phase are replayed, if it has an `eager_reason`.
-    """
-
-    eager_reason: str = ""
-    signature: Signature | None = field(default=None, init=False)
 
     @abstractmethod
     def run(self) -> None:

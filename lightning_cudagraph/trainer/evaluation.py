@@ -48,7 +48,7 @@ from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.metrics.calls import Later
 
 # The one accumulation phase: evaluation has no gradients.
-_PLACE = AccumulationPhase(drops=True, steps=False)
+_ACCUMULATION = AccumulationPhase(drops=True, steps=False)
 # A capture is under `no_grad` instead, where this call would return False.
 _NO_INFERENCE_MODE = {
     torch.is_inference_mode_enabled: (
@@ -170,7 +170,7 @@ class GraphedEvaluation:
         dataloader_idx = indices[1:]
         step = _EvaluationStep(
             batch,
-            _PLACE,
+            _ACCUMULATION,
             specialization={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
             numbers=run.numbers.of(indices[0]) if indices else {},
             eager_reason=run.replicas.reason_in_evaluation(),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Replay, Step
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Step
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import HostReads
@@ -39,13 +39,13 @@ class GraphsOfSignature(Generic[T]):
     static: StaticBatch
     specialization: Mapping[str, Hashable]
     is_timed: bool
-    by_phase: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
+    by_accumulation: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
     plain: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
     last_use: int = 0
 
     @property
     def n_replays(self) -> int:
-        return sum(captured.n_replays for captured in self.by_phase.values())
+        return sum(captured.n_replays for captured in self.by_accumulation.values())
 
 
 class GraphsBySignature(Generic[T]):
@@ -74,20 +74,20 @@ class GraphsBySignature(Generic[T]):
     def __contains__(self, signature: Signature) -> bool:
         return signature in self._graphs
 
-    def signature_of(self, step: Replay[T]) -> Signature:
+    def signature_of(self, step: Step[T]) -> Signature:
         """Describe the batch of a step, and all else that its graph is specialised on."""
         return Signature(step.batch, self._device, step.specialization, self.reads, step.numbers)
 
     def get(self, signature: Signature, accumulation: AccumulationPhase) -> CapturedStep[T] | None:
         graphs = self._graphs.get(signature)
-        return None if graphs is None else graphs.by_phase.get(accumulation)
+        return None if graphs is None else graphs.by_accumulation.get(accumulation)
 
     def add(self, signature: Signature, step: Step[T], captured: CapturedStep[T]) -> None:
         if (graphs := self._graphs.get(signature)) is None:
             is_timed = self.is_timed(signature)
             graphs = GraphsOfSignature(signature, captured.static, step.specialization, is_timed)
             self._graphs[signature] = graphs
-        graphs.by_phase[step.accumulation] = captured
+        graphs.by_accumulation[step.accumulation] = captured
         self._signatures.captured(signature)
         self._all.append(captured)
 
@@ -124,13 +124,13 @@ class GraphsBySignature(Generic[T]):
         if (graphs := self._graphs.pop(signature, None)) is None:
             return
         graphs.plain.clear()
-        self._all = [each for each in self._all if each not in graphs.by_phase.values()]
+        self._all = [each for each in self._all if each not in graphs.by_accumulation.values()]
         if self.latest is graphs:
             self.latest = None
         self._signatures.dropped([signature])
-        for captured in graphs.by_phase.values():
+        for captured in graphs.by_accumulation.values():
             captured.release()
-        graphs.by_phase.clear()  # a batch in its static batch may still refer to them
+        graphs.by_accumulation.clear()  # a batch in its static batch may still refer to them
 
     def least_recent(self) -> GraphsOfSignature[T] | None:
         return min(self._graphs.values(), key=lambda graphs: graphs.last_use, default=None)
@@ -169,10 +169,14 @@ class GraphsBySignature(Generic[T]):
                 return graphs, *leaves
         return None
 
-    def known(self, step: Replay[T]) -> GraphsOfSignature[T] | None:
+    def known(self, step: Step[T]) -> GraphsOfSignature[T] | None:
         """Return the graphs that a quick comparison shows to be of the step's signature, or None."""
         found = self.find(step.batch, step.numbers, step.specialization)
-        return None if found is None else found[0]
+        if found is None:
+            return None
+        graphs, tensors, values = found
+        step.leaves = tensors, values
+        return graphs
 
     def maker(self, step: Step[T]) -> CapturedStep[T] | NotYet | None:
         """Return the captured step that makes the gradients to which this step adds.
@@ -184,5 +188,5 @@ class GraphsBySignature(Generic[T]):
         """
         if step.accumulation.drops:
             return None
-        makers = (graphs.by_phase.get(MAKES_GRADIENTS) for graphs in self._graphs.values())
+        makers = (graphs.by_accumulation.get(MAKES_GRADIENTS) for graphs in self._graphs.values())
         return next((maker for maker in makers if maker is not None), NOT_YET)

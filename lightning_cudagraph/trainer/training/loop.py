@@ -173,12 +173,12 @@ class GraphedTraining:
     @property
     def is_in_step(self) -> bool:
         """True while a step is under way; hooks inside the step see that."""
-        return self._steps.is_in_step
+        return self._run.is_in_step
 
     def suspect(self) -> None:
         """Compare everything before the next replay: code other than training steps has run."""
         self._engine.pause()
-        self._steps.transfer.suspect()
+        self._steps.suspect()
         self._advance.suspect()
         self._times.pause()
         self._count()

@@ -57,7 +57,6 @@ class Recorder:
     def record(
         self,
         batch: Any,
-        closure: GraphClosure,
         body: StepBody,
         timings: LayerTimings | None,
         cut: BreakGraph | None,
@@ -70,7 +69,7 @@ class Recorder:
             step_kind: the kind of step: its accumulation phase and batch signature.
             reads: in a capture, notes what the step reads of numbers that move.
         """
-        capturing = cut is not None
+        capturing, closure = cut is not None, body.closure
         with going_on():
             body.optimizer.check_state()
         if body.has_optimizer:
