@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 from torch import Tensor
 
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.invalidation import Invalidation
-from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step, T
 from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
@@ -27,8 +27,6 @@ from lightning_cudagraph.tensors.external_references import ExternalReferences
 from lightning_cudagraph.tensors.host_values import held, in_words, is_host_value
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
-
-T = TypeVar("T")
 
 _REPORT_IT = "This is a bug in `lightning_cudagraph`: please report it."
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from lightning_cudagraph.capture.gradient_copies import GradientCopies
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
-from lightning_cudagraph.capture.steps import Step, StepCounts
+from lightning_cudagraph.capture.steps import Step, StepCounts, T
 from lightning_cudagraph.capture.stream_choice import StreamChoice, Streams
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
@@ -21,8 +21,6 @@ from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.processes.agreement import Agreement
 from lightning_cudagraph.tensors.signatures import Signatures
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)

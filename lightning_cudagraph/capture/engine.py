@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic
 
 from lightning_cudagraph.capture.captures import Captures
 from lightning_cudagraph.capture.context import EngineContext, RunContext
@@ -14,7 +14,7 @@ from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.plans import Plans
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature, GraphsOfSignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
-from lightning_cudagraph.capture.steps import Phase, Step
+from lightning_cudagraph.capture.steps import Phase, Step, T
 from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.capture.verified_replay import replay_verified
 from lightning_cudagraph.checks.guards.guards import Guards
@@ -23,8 +23,6 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import HostReads
-
-T = TypeVar("T")
 
 _NOTHING = nullcontext()
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Generic, TypeVar
+from typing import Generic
 
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.signatures.admission import Admission
+from lightning_cudagraph.capture.steps import T
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
-
-T = TypeVar("T")
 
 # Limits for a run that keeps invalidating its graphs: after this number of captures in a row with fewer
 # than this number of replays each, it goes on eagerly. A new graph in each epoch has no limit.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Generic
 
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.signatures.by_signature import NOT_YET, GraphsOfSignature
-from lightning_cudagraph.capture.steps import Step
+from lightning_cudagraph.capture.steps import Step, T
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
 from lightning_cudagraph.tensors.batch_signature import Signature
-
-T = TypeVar("T")
 
 # Batches in a row for which a graph expects other gradients before the step, until it is invalidated.
 _MAX_MISMATCHES = 8

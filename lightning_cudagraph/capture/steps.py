@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,7 +18,15 @@ from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.writes import storage_id, whole
 
-T = TypeVar("T")
+
+class Outputs(Protocol):
+    """The static outputs of a captured step."""
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the outputs to compare in a verification, by name, in the order of the step."""
+
+
+T = TypeVar("T", bound=Outputs)
 
 _MAX_REASONS = 12
 _TENSORS_SHOWN = 4
@@ -126,16 +134,13 @@ class Step(Generic[T], ABC):
         self.run()
 
     @abstractmethod
-    def record(self, batch: Any, cut: BreakGraph, timed: bool) -> T:
-        """Run the step in a capture, with `cut` at graph breaks, and return the static outputs."""
+    def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> T:
+        """Run the step on the static batch, and return the static outputs.
 
-    @abstractmethod
-    def rehearse(self, batch: Any) -> T:
-        """Run the code of `record` eagerly, without timing events and graph breaks."""
-
-    @abstractmethod
-    def values(self, outputs: T) -> dict[str, Tensor]:
-        """Return the outputs to compare in a verification, by name."""
+        Args:
+            cut: called at graph breaks, in a capture; None in a rehearsal, which is an eager run.
+            timed: record timing events.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from torch import Tensor
 
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
-from lightning_cudagraph.capture.steps import Step
+from lightning_cudagraph.capture.steps import Step, T
 from lightning_cudagraph.checks.guards.remedies import kind_of
 from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -53,13 +51,13 @@ def replay_verified(
         # in a recheck, after a change that the step may depend on.
         return invalidation.effects_undone() if suspicion and is_alone else nullcontext()
 
-    def values_of(rehearse: Callable[[Any], T]) -> dict[str, Tensor]:
+    def rehearse(batch: Any) -> T:
+        return step.record(batch, None, timed=False)
+
+    def eagerly(rehearse: Callable[[Any], T] = rehearse) -> dict[str, Tensor]:
         with step.transaction(), backend.on_side_stream(), undone():
             captured.static.copy_from(step.batch)
-            return step.values(captured.run_eagerly(rehearse))
-
-    def eagerly() -> dict[str, Tensor]:
-        return values_of(step.rehearse)
+            return captured.run_eagerly(rehearse).values()
 
     def replay() -> tuple[T, dict[str, Tensor]]:
         nonlocal replays
@@ -69,18 +67,18 @@ def replay_verified(
             captured.turn_back(timed)
         put_back_gradients()
         outputs = launch(timed)
-        return outputs, step.values(outputs)
+        return outputs, outputs.values()
 
     def put_back_gradients() -> None:
         for parameter, gradient in before:
             parameter.grad = gradient
 
     def trace() -> tuple[TapeDifference | None, dict[str, Tensor]]:
-        def rehearse(batch: Any) -> T:
+        def taped(batch: Any) -> T:
             with captured.tape.compared(state):
-                return step.rehearse(batch)
+                return rehearse(batch)
 
-        outputs = values_of(rehearse)
+        outputs = eagerly(taped)
         put_back_gradients()
         return captured.tape.difference, outputs
 

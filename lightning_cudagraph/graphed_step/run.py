@@ -120,18 +120,9 @@ class _Call(Step[StepResult]):
         self.returned.append(self.recorder.run(self.arguments))
         self.replicas.ran()
 
-    def record(self, batch: Any, cut: BreakGraph, timed: bool) -> StepResult:
-        return self._recorded(batch, capturing=True)
-
-    def rehearse(self, batch: Any) -> StepResult:
-        return self._recorded(batch, capturing=False)
-
-    def _recorded(self, batch: dict[str, Any], capturing: bool) -> StepResult:
-        kind = self.kind
+    def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
+        kind, capturing = self.kind, cut is not None
         return self.recorder.record(batch, self.arguments, kind.habits, kind.guards, capturing)
-
-    def values(self, outputs: StepResult) -> dict[str, Tensor]:
-        return outputs.values()
 
     def state(self) -> dict[str, Tensor]:
         return self.recorder.state(self.kind.habits)

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from lightning_cudagraph.capture.context import EngineContext
-from lightning_cudagraph.capture.steps import AccumulationPhase
+from lightning_cudagraph.capture.steps import AccumulationPhase, T
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.buckets import best_lengths
-
-T = TypeVar("T")
 
 # Batches of a signature before its warm-up begins.
 _BATCHES_TO_EARN = 8

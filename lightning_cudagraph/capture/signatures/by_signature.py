@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Step
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Step, T
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import HostReads
 from lightning_cudagraph.tensors.signatures import Signatures
 from lightning_cudagraph.tensors.static import StaticBatch
-
-T = TypeVar("T")
 
 _NOTHING: Mapping[str, Hashable] = {}
 

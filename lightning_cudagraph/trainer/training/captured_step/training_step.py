@@ -42,11 +42,6 @@ class TrainingStep(Step[StepOutputs]):
     body: StepBody | None = None
     eagerly: Callable[[], object] = lambda: None
 
-    @property
-    def _captured(self) -> StepBody:
-        assert self.body is not None
-        return self.body
-
     def refresh(self, outputs: StepOutputs | None) -> None:
         """Bring host values (learning rates, metric states, logs) to where the graph reads them."""
         training = self.training
@@ -118,20 +113,16 @@ class TrainingStep(Step[StepOutputs]):
             self.run()
         times.eager_clock.ended(marks, step_number(trainer), False, *batch_of_step(trainer))
 
-    def record(self, batch: Any, cut: BreakGraph, timed: bool) -> StepOutputs:
+    def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepOutputs:
         training, signature = self.training, self.signature
+        assert self.body is not None
         assert signature is not None
         step_kind = self.accumulation, signature
+        if cut is None:
+            return self.recorder.record(batch, self.body, None, None, step_kind)
+        timings = training.settings.timings if timed else None
         with training.replicas.undone():  # each capture instance begins in the same state
-            timings = training.settings.timings if timed else None
-            return self.recorder.record(batch, self._captured, timings, cut, step_kind, signature.reads)
-
-    def rehearse(self, batch: Any) -> StepOutputs:
-        step_kind = self.accumulation, self.signature
-        return self.recorder.record(batch, self._captured, None, None, step_kind)
-
-    def values(self, outputs: StepOutputs) -> dict[str, Tensor]:
-        return outputs.values()
+            return self.recorder.record(batch, self.body, timings, cut, step_kind, signature.reads)
 
     def state(self) -> dict[str, Tensor]:
         part, metrics = self.training.part, self.training.metrics
@@ -139,7 +130,8 @@ class TrainingStep(Step[StepOutputs]):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        self._captured.optimizer.bring_state()
+        assert self.body is not None
+        self.body.optimizer.bring_state()
         with self.recorder.undone(), self.training.part.undone(), self.training.undone():
             yield
 
