@@ -168,7 +168,7 @@ class StepEngine(Generic[T]):
             if checked.outputs is not None:
                 return Phase.CAPTURED, self._done(captured, checked.outputs)
         outputs = self._replay(step, captured)
-        is_plain = captured.is_plain and not self._copies.are_given
+        is_plain = not captured.gradients.absent and not self._copies.are_given
         if is_plain and self._run.around_replays is nullcontext and self.graphs.latest is graphs:
             graphs.plain[step.accumulation] = captured
         return Phase.CAPTURED, outputs
@@ -295,7 +295,7 @@ class StepEngine(Generic[T]):
 
     def _noting_gradients(self, step: Step[T]) -> AbstractContextManager[None]:
         """Note the gradients that an eager step makes, if later steps may add to them."""
-        if step.are_added_to or any(captured.adds for captured in self.graphs.all()):
+        if step.are_added_to or any(captured.gradients.adds for captured in self.graphs.all()):
             return self._copies.noting_made(step.parameters)
         return nullcontext()
 

@@ -72,14 +72,14 @@ class Invalidation(Generic[T]):
 
     def has_replaced_gradients(self, captured: CapturedStep[T]) -> bool:
         """True if user code has given parameters gradients of its own, which the graph does not have."""
-        moved, is_in_place = captured.replaced()
+        moved, is_in_place = captured.gradients.replaced()
         if not moved or is_in_place:
             return is_in_place
-        if captured.has_other_layouts():
+        if captured.gradients.has_other_layouts():
             return True
         if self._copies.are_copies(moved):
             return False
-        if self._copies.has_overlaps(captured.adds):
+        if self._copies.has_overlaps(captured.gradients.adds):
             return True
         if self._copies.are_replaced:
             return False
@@ -92,8 +92,8 @@ class Invalidation(Generic[T]):
         Returns:
             False if no graph can follow: gradients that are copied overlap, or have other layouts.
         """
-        moved, is_in_place = captured.replaced()
-        if self._copies.are_replaced or (not is_in_place and captured.has_other_layouts()):
+        moved, is_in_place = captured.gradients.replaced()
+        if self._copies.are_replaced or (not is_in_place and captured.gradients.has_other_layouts()):
             return False
         others = self._copies.of_user_code(moved)
         if others and not is_in_place and self._copies.are_made(others):

@@ -55,7 +55,7 @@ class Plans(Generic[T]):
         captured = graphs.plain.get(step.accumulation)
         if captured is None or self.is_due(step, captured):
             return None
-        if self._admission.is_varied and captured.stale(is_varied=True):
+        if self._admission.is_varied and captured.gradients.stale(is_varied=True):
             return None
         if self._invalidation.has_replaced_gradients(captured):
             return None
@@ -88,7 +88,7 @@ class Plans(Generic[T]):
         if reason := self._admission.refusal(signature, step.accumulation):
             return Intent.EAGER, reason, None, None
         captured = self._graphs.get(signature, step.accumulation)
-        if captured is not None and (change := captured.stale(self._admission.is_varied)):
+        if captured is not None and (change := captured.gradients.stale(self._admission.is_varied)):
             if captured.n_mismatches < _MAX_MISMATCHES and self._admission.is_varied:
                 # Micro-batches of other signatures may use other parameters than this one.
                 captured.n_mismatches += 1

@@ -83,7 +83,7 @@ def replay_verified(
         return captured.tape.difference, outputs
 
     timed = captured.kind_to_prove(step.timed)
-    captured.adopt_gradients()
+    captured.gradients.adopt()
     before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
     suspicion = invalidation.suspicion(captured)
     outputs: T | None = None
@@ -91,7 +91,7 @@ def replay_verified(
         state = step.all_state(captured.written)
         if captured.is_checked_apart:
             # The verification skips graph breaks; the step itself is replayed after it.
-            with captured.gradients_kept():
+            with captured.gradients.kept():
                 verifier.check(captured, state, eagerly, replay, False, trace, suspicion)
         else:
             outputs = verifier.check(captured, state, eagerly, replay, True, trace, suspicion)
