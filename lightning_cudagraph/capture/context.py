@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from lightning_cudagraph.capture.gradient_copies import GradientCopies
+from lightning_cudagraph.capture.gradients.gradient_copies import GradientCopies
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Step, StepCounts, T

@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.gradient_copies import HandedOut
+from lightning_cudagraph.capture.gradients.gradient_copies import HandedOut
+from lightning_cudagraph.capture.gradients.step_gradients import StepGradients
 from lightning_cudagraph.capture.graph_breaks import GraphBreak
-from lightning_cudagraph.capture.step_gradients import StepGradients
 from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.device.backend import Backend, Graph

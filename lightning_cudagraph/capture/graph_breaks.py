@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.gradient_copies import HandedOut
+from lightning_cudagraph.capture.gradients.gradient_copies import HandedOut
 from lightning_cudagraph.errors import HookError
 from lightning_cudagraph.tensors.external_references import (
     ExternalReferences,
