@@ -40,6 +40,11 @@ class StepEngine(Generic[T]):
 
     Warm-up goes on until `is_settled`: steps create no more state. Several engines may share `reads`,
     the reads of host values by their steps.
+
+    Attributes:
+        graphs: the captured steps, by batch signature and accumulation phase.
+        admission: says which signatures get graphs.
+        invalidation: releases graphs, because of a change, an error or another engine's replay.
     """
 
     def __init__(
@@ -66,8 +71,8 @@ class StepEngine(Generic[T]):
         engine = self._context = EngineContext(run, guards, graphs, warm_ups, is_settled, streams)
         self.graphs, self._warm_ups, self._copies = graphs, warm_ups, engine.copies
         self._streams, self._compiled = streams, engine.compiled
-        self._invalidation = invalidation = Invalidation(engine)
-        self._admission = invalidation.admission
+        self.invalidation = invalidation = Invalidation(engine)
+        self.admission = invalidation.admission
         self._plans = Plans(engine, invalidation)
         self._captures = Captures(engine, invalidation)
 
@@ -137,7 +142,7 @@ class StepEngine(Generic[T]):
         if intent is Intent.WARM_UP:
             return self._warm_up(step, signature)
         if intent is Intent.CAPTURE:
-            self._admission.make_room(signature)
+            self.admission.make_room(signature)
             step.refresh(None)
             captured, reason, raised = self._captures.attempt(step, signature)
             if captured is None and not reason:
@@ -149,10 +154,10 @@ class StepEngine(Generic[T]):
                 # code raised it, the eager step raises it again, with the usual effects.
                 done = self._eager(step, reason)
                 if raised:
-                    self._invalidation.unsupported(_only_in_the_capture(reason), signature)
+                    self.invalidation.unsupported(_only_in_the_capture(reason), signature)
                 return done
             self.graphs.add(signature, step, captured)
-            self._admission.captured(signature)
+            self.admission.captured(signature)
             if self._plans.is_due(step, captured):
                 intent = Intent.VERIFY
         graphs = self.graphs.of(signature)
@@ -162,7 +167,7 @@ class StepEngine(Generic[T]):
         step.refresh(captured.next_outputs(step.timed))
         if intent is Intent.VERIFY:
             launch = partial(self._launch, step, captured, None)
-            checked = replay_verified(self._context, self._invalidation, step, captured, launch)
+            checked = replay_verified(self._context, self.invalidation, step, captured, launch)
             if checked.eager_reason:
                 return self._eager(step, checked.eager_reason)
             if checked.outputs is not None:
@@ -228,47 +233,27 @@ class StepEngine(Generic[T]):
     @property
     def given_up(self) -> bool:
         """True if all later steps are eager."""
-        return self._invalidation.given_up is not None
-
-    def is_refused(self, signature: Signature) -> bool:
-        """True if steps of a signature are eager, because a capture has failed."""
-        return self._admission.is_refused(signature)
+        return self.invalidation.given_up is not None
 
     @property
     def notes(self) -> list[str]:
-        several = self._admission.notes
+        several = self.admission.notes
         values = [note] if (note := self.graphs.reads.note) else []
         others = [*self._guards.notes, *self._streams.notes, *self._compiled.notes]
         return [*several, *values, *others, *self._without_graphs]
 
-    @property
-    def remedy(self) -> str:
-        """The dimension of batches that varies most and what to do about it; empty if none does."""
-        return self._admission.remedy
-
     def pause(self) -> None:
         """Recheck all guards before the next replay: user code may have run since the last step."""
         self._guards.suspect()
-        self._invalidation.pause()
+        self.invalidation.pause()
         self._verifier.pause()
-
-    def drop(self, reason: str) -> None:
-        """Invalidate the graphs because of `reason`; later steps are warmed up and captured again."""
-        self._invalidation.drop(reason)
 
     def refuses_alone(self, signature: Signature, error: UnsupportedError) -> bool:
         """Run steps of a signature eagerly, unless the error may be that of all: then return False."""
-        if not (self.graphs.reads.is_any or self._admission.is_later(signature)):
+        if not (self.graphs.reads.is_any or self._run.signatures.has_others(signature)):
             return False
-        self._admission.refuse(signature, error)
+        self.admission.refuse(signature, error)
         return True
-
-    def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> None:
-        self._invalidation.unsupported(error, signature)
-
-    def leave(self) -> None:
-        """Prepare for a replay by another engine: move gradients out of the memory pool."""
-        self._invalidation.leave()
 
     def _note(self, text: str) -> None:
         """Announce a sentence, and keep it for the report."""
@@ -277,7 +262,7 @@ class StepEngine(Generic[T]):
 
     def close(self) -> None:
         try:
-            self._invalidation.forget()
+            self.invalidation.forget()
         finally:
             self._patches.close()
 
@@ -295,7 +280,7 @@ class StepEngine(Generic[T]):
 
     def _noting_gradients(self, step: Step[T]) -> AbstractContextManager[None]:
         """Note the gradients that an eager step makes, if later steps may add to them."""
-        if step.are_added_to or any(captured.gradients.adds for captured in self.graphs.all()):
+        if step.are_added_to or any(captured.gradients.adds for captured in self.graphs.all):
             return self._copies.noting_made(step.parameters)
         return nullcontext()
 
@@ -304,7 +289,7 @@ class StepEngine(Generic[T]):
             if not self.counts.not_captured and (why := self._run.signatures.begin(signature)):
                 self.counts.not_captured = why
                 self._run.announce(f"There is no graph yet: {why}.")
-            self._admission.begin_warm_up(signature)
+            self.admission.begin_warm_up(signature)
         self._guards.watch()
         self._guards.effects.kind = signature, step.accumulation
         self._carried.take_out()

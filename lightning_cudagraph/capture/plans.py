@@ -33,7 +33,7 @@ class Plans(Generic[T]):
     """
 
     def __init__(self, engine: EngineContext[T], invalidation: Invalidation[T]) -> None:
-        self._run, self._graphs = engine.run, engine.graphs
+        self._run, self._guards, self._graphs = engine.run, engine.guards, engine.graphs
         self._warm_ups, self._copies = engine.warm_ups, engine.copies
         self._backend = engine.run.backend
         self._verifier = engine.run.verifier
@@ -46,7 +46,7 @@ class Plans(Generic[T]):
     def is_due(self, step: Step[T], captured: CapturedStep[T]) -> bool:
         """True if the next replay must be verified."""
         is_due = self._verifier.due(captured, captured.n_replays, captured.is_unproved(step.timed))
-        return is_due or bool(self._invalidation.suspicion(captured))
+        return is_due or bool(self._guards.suspicions.of(captured))
 
     def of_plain_replay(self, step: Step[T], graphs: GraphsOfSignature[T]) -> CapturedStep[T] | None:
         """Return the captured step to replay; None if more than a replay is due."""

@@ -49,7 +49,7 @@ def replay_verified(
     def undone() -> AbstractContextManager[None]:
         # The first verifications have learned the host effects of every step. They are undone only
         # in a recheck, after a change that the step may depend on.
-        return invalidation.effects_undone() if suspicion and is_alone else nullcontext()
+        return engine.guards.effects.undone() if suspicion and is_alone else nullcontext()
 
     def rehearse(batch: Any) -> T:
         return step.record(batch, None, timed=False)
@@ -85,7 +85,7 @@ def replay_verified(
     timed = captured.kind_to_prove(step.timed)
     captured.gradients.adopt()
     before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
-    suspicion = invalidation.suspicion(captured)
+    suspicion = engine.guards.suspicions.of(captured)
     outputs: T | None = None
     try:
         state = step.all_state(captured.written)
@@ -109,5 +109,5 @@ def replay_verified(
         else:
             invalidation.unsupported(error)
         return Verified(error.reason)
-    invalidation.clear_suspicion(captured)
+    engine.guards.clear_suspicion(captured)
     return Verified("", outputs)

@@ -89,7 +89,7 @@ class _Specialization:
     def is_decided(self) -> bool:
         """True if a capture has succeeded, or has failed for good."""
         engine = self.engine
-        return bool(engine.graphs) or engine.given_up or engine.is_refused(self.signature)
+        return bool(engine.graphs) or engine.given_up or engine.admission.is_refused(self.signature)
 
     @contextmanager
     def learning(self, own_memory: Collection[int]) -> Iterator[None]:
@@ -236,7 +236,7 @@ class StepRun:
                 raise
             return self._eager(arguments, self._wording.of(error.reason))
         if self._last is not kind and self._last is not None:
-            self._last.engine.leave()
+            self._last.engine.invalidation.leave()
         self._last = kind
         kind.calls += 1
         if self._processes is not None:
@@ -287,7 +287,7 @@ class StepRun:
         if (signature := step.signature) is None:
             return outcome
         kinds = [*self._specializations.values()]
-        if self.counts.captures != captures or kind.engine.is_refused(signature):
+        if self.counts.captures != captures or kind.engine.admission.is_refused(signature):
             kind.signature = signature  # that of the capture: others will differ by what steps read
         if reads.version != version:
             # Steps of several kinds have warmed up what has no graph.
@@ -308,7 +308,7 @@ class StepRun:
     def leave(self) -> None:
         """Prepare for a replay of graphs of others: move gradients out of the memory pool."""
         if self._last is not None:
-            self._last.engine.leave()
+            self._last.engine.invalidation.leave()
 
     def close(self) -> None:
         with ExitStack() as stack:  # graphs first
@@ -392,12 +392,12 @@ class StepRun:
 
     def _drop_all(self, reason: str) -> None:
         for kind in self._specializations.values():
-            kind.engine.drop(reason)
+            kind.engine.invalidation.drop(reason)
 
     def _eager(self, arguments: Arguments, reason: str) -> Any:
         self.counts.note_eager(reason)
         if self._last is not None:
-            self._last.engine.leave()
+            self._last.engine.invalidation.leave()
         if self._processes is not None:
             self._processes.begin(0)  # the digest of no specialization: no process replays
             self._processes.vote(Intent.EAGER)

@@ -94,7 +94,7 @@ class _EvaluationStep(Step[_Outputs]):
     returned: list[Any] = field(default_factory=list)
 
     def refresh(self, outputs: _Outputs | None) -> None:
-        self.evaluation.metrics.adopt()
+        self.evaluation.metrics.state.adopt()
 
     def run(self) -> None:
         with self.evaluation.logs.noted():
@@ -144,7 +144,7 @@ class _EvaluationStep(Step[_Outputs]):
     def state(self) -> dict[str, Tensor]:
         run = self.evaluation
         buffers = {f"buffer `{name}`": buffer for name, buffer in run.module.named_buffers()}
-        return {**buffers, **run.metrics.tensors()}
+        return {**buffers, **run.metrics.state.tensors()}
 
     def transaction(self) -> AbstractContextManager[None]:
         return self.evaluation.undone()
@@ -259,7 +259,7 @@ class GraphedEvaluation:
             attribute.hand_over()
         run.replicas.evaluated()
         outputs.logs.hand_over(self._trainer)
-        run.metrics.count_references()
+        run.metrics.state.count_references()
         # Copies: Lightning keeps predictions, and the next replay overwrites static outputs.
         return map_leaves(outputs.returned, copied_leaf)
 

@@ -113,10 +113,6 @@ class Admission(Generic[T]):
         """True if many signatures have begun their warm-up, and none has come to its end."""
         return self._first is None and bool(self._run.counts.not_captured)
 
-    def is_later(self, signature: Signature) -> bool:
-        """True if others have graphs, in any engine, so that this one alone can be left without."""
-        return self._run.signatures.has_others(signature)
-
     def begin_warm_up(self, signature: Signature) -> None:
         is_later = self._run.earns_graphs and (len(self._graphs) > 0 or self._are_many)
         self._warm_ups.begin(signature, is_later)

@@ -50,6 +50,7 @@ class GraphsBySignature(Generic[T]):
     """The captured steps of one engine.
 
     Attributes:
+        all: those of all signatures.
         batches: number of batches so far, as a clock for uses.
         latest: the graphs of the latest replay; None if there is none, or if they are released.
     """
@@ -60,7 +61,7 @@ class GraphsBySignature(Generic[T]):
         self._device = device
         self._signatures = signatures
         self._graphs: dict[Signature, GraphsOfSignature[T]] = {}
-        self._all: list[CapturedStep[T]] = []
+        self.all: list[CapturedStep[T]] = []
         self._shares_reads = reads is not None
         self.reads = HostReads(user_location) if reads is None else reads
         self.batches = 0
@@ -87,7 +88,7 @@ class GraphsBySignature(Generic[T]):
             self._graphs[signature] = graphs
         graphs.by_accumulation[step.accumulation] = captured
         self._signatures.captured(signature)
-        self._all.append(captured)
+        self.all.append(captured)
 
     def is_timed(self, signature: Signature) -> bool:
         """True if graphs of this signature have timing events: one signature's have, lest times mix."""
@@ -104,9 +105,6 @@ class GraphsBySignature(Generic[T]):
     def of(self, signature: Signature) -> GraphsOfSignature[T] | None:
         return self._graphs.get(signature)
 
-    def all(self) -> list[CapturedStep[T]]:
-        return self._all
-
     def clear_plain(self) -> None:
         """Let each captured step replay once off the fast path before it takes it again."""
         for graphs in self._graphs.values():
@@ -122,7 +120,7 @@ class GraphsBySignature(Generic[T]):
         if (graphs := self._graphs.pop(signature, None)) is None:
             return
         graphs.plain.clear()
-        self._all = [each for each in self._all if each not in graphs.by_accumulation.values()]
+        self.all = [each for each in self.all if each not in graphs.by_accumulation.values()]
         if self.latest is graphs:
             self.latest = None
         self._signatures.dropped([signature])

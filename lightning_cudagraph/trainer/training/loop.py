@@ -86,7 +86,7 @@ class GraphedTraining:
             module,
             backend,
             settings.scope,
-            lambda reason: self._engine.drop(reason),
+            lambda reason: self._engine.invalidation.drop(reason),
             self._announce,
         )
         self._times.host.waits.append(lambda: self._part.optimizer.outcomes.waited_s)
@@ -185,12 +185,12 @@ class GraphedTraining:
 
     def leave(self) -> None:
         """Prepare for graphs of evaluation, which may write where those of training keep gradients."""
-        self._engine.leave()
+        self._engine.invalidation.leave()
 
     @property
     def stage(self) -> StageSummary:
         """Counts and times of the steps so far."""
-        remedy = self._engine.remedy
+        remedy = self._engine.admission.remedy
         return StageSummary.of(self.counts, self._verifier.checked, self._times.pace, remedy)
 
     def finish(

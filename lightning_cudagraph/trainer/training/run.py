@@ -49,12 +49,12 @@ class TrainingRun(CapturedRun):
         return GuardedValues(
             lambda: {
                 **part.cheap_state(),
-                **metrics.described(),
+                **metrics.state.described(),
                 **replicas.described(),
                 "the hooks inside the step": hooks.named(),
             },
             lambda: {**part.optimizer.addresses(), **self.precision()},
-            lambda: (*part.quick_state(), *hooks.quick(), metrics.fits(), replicas.settings()),
+            lambda: (*part.quick_state(), *hooks.quick(), metrics.state.fits(), replicas.settings()),
         )
 
     def outside(self) -> OutsideModel:

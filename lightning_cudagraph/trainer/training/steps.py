@@ -173,7 +173,7 @@ class TrainingSteps:
         try:
             part.adopt(optimizer, not self._engine.given_up)
         except UnsupportedError as error:
-            self._engine.unsupported(error)
+            self._engine.invalidation.unsupported(error)
 
         def eagerly() -> Any:
             """Step eagerly, with the arithmetic of the captured step."""
@@ -305,7 +305,7 @@ class TrainingSteps:
         self._optimization.count_zero_grads(outputs.zero_grads)
         for attribute in outputs.recomputed:
             attribute.hand_over()
-        run.metrics.count_references()
+        run.metrics.state.count_references()
         if outputs.after_backward:
             run.hooks.run_after_backward()
         marks = outputs.marks if step.timed else None
@@ -380,4 +380,4 @@ class TrainingSteps:
         if not self._engine.refuses_alone(step.signature, error) and (
             self._n_without_loss >= self._run.settings.warmup_steps
         ):
-            self._engine.unsupported(error, step.signature)
+            self._engine.invalidation.unsupported(error, step.signature)

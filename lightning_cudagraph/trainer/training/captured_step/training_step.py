@@ -47,7 +47,7 @@ class TrainingStep(Step[StepOutputs]):
         training = self.training
         if self.accumulation.steps:
             training.part.optimizer.note_moves()
-        training.metrics.adopt()
+        training.metrics.state.adopt()
         training.logs.before_replay(None if outputs is None else outputs.logs)
 
     def before_timed(self, outputs: StepOutputs) -> None:
@@ -72,7 +72,7 @@ class TrainingStep(Step[StepOutputs]):
                 attribute.hand_over()
             at_break.run(closure)
             optimizer.note_moves()
-            training.metrics.adopt()
+            training.metrics.state.adopt()
             if change := training.guards.changed():
                 raise HookError(
                     f"In the middle of a step that is replayed, after {at_break.whose}, {change}; the"
@@ -126,7 +126,7 @@ class TrainingStep(Step[StepOutputs]):
 
     def state(self) -> dict[str, Tensor]:
         part, metrics = self.training.part, self.training.metrics
-        return {**part.state(self.accumulation, self._makes_gradients()), **metrics.tensors()}
+        return {**part.state(self.accumulation, self._makes_gradients()), **metrics.state.tensors()}
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
