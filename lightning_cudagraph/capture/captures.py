@@ -191,7 +191,7 @@ class Captures(Generic[T]):
     def _tried(self, step: Step[T], signature: Signature) -> _Tried[T]:
         """Try to capture a step, and tell all processes how it went."""
         tried = self._tried_here(step, signature)
-        is_broken = step.is_broken()
+        is_broken = self._run.replicas.is_broken
         if (agreement := self._run.agreement) is not None:
             found = tried.failure and tried.failure.findings[0]
             has_breaks = tried.captured is not None and tried.captured.has_breaks
@@ -209,7 +209,7 @@ class Captures(Generic[T]):
                     tried.captured.release()
                     tried.captured = None
         if is_broken:
-            step.repair()
+            self._run.replicas.reset()
         if tried.has_failed and not tried.reads.are_new:  # it fails whatever it reads
             tried.reads = _Reads(tried.reads.has_values, are_new=False, are_of_another=False)
         return tried
@@ -266,7 +266,7 @@ class Captures(Generic[T]):
             if self._streams.is_one:
                 text = f"The training step cannot be captured: {reason}."
                 raise CaptureError(text, _REPORT_IT) from None
-            if self._run.agreement is not None or step.is_broken():
+            if self._run.agreement is not None or self._run.replicas.is_broken:
                 raise  # all processes retry together, and a broken DDP reducer is repaired before
         self._streams.send_back(reason)
         return self._capture_once(step, signature)

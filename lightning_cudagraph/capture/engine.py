@@ -275,6 +275,7 @@ class StepEngine(Generic[T]):
         # default stream would break a later capture.
         with self._backend.on_side_stream(), self._noting_gradients(step):
             step.run()
+        self._run.replicas.ran()
         self._captures.eager_step_ended()
         return Phase.EAGER, None
 
@@ -306,6 +307,7 @@ class StepEngine(Generic[T]):
             )
             (step.run_last if is_at_its_end else step.run)()
         # A step that raises does not count.
+        self._run.replicas.ran()
         self._warm_ups.done(signature, step.accumulation)
         self.counts.warmed_up += 1
         return Phase.WARMING, None

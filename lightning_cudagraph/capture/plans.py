@@ -107,7 +107,8 @@ class Plans(Generic[T]):
             captured.n_mismatches = 0
         else:
             left = self._warm_ups.left(signature, step.accumulation)
-            if left > 0 or not self._is_settled() or self._graphs.maker(step) is NOT_YET:
+            are_settled = left == 0 and self._run.replicas.is_settled() and self._is_settled()
+            if not are_settled or self._graphs.maker(step) is NOT_YET:
                 return Intent.WARM_UP, "", signature, None
             if self._invalidation.drops_before_capture():
                 return Intent.WARM_UP, "", signature, None

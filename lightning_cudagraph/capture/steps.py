@@ -177,13 +177,6 @@ class Step(Generic[T], ABC):
         """For each capture instance, True if it has timing events."""
         return (False,)
 
-    def is_broken(self) -> bool:
-        """True if a failed capture has left state with which no later step can run."""
-        return False
-
-    def repair(self) -> None:
-        """Repair that state, in all processes together."""
-
     def all_state(self, written: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return all tensors that the step changes: `state`, and others that a capture saw it write."""
         state = {name: local(tensor) for name, tensor in self.state().items()}

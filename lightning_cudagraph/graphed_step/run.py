@@ -44,7 +44,7 @@ from lightning_cudagraph.graphed_step.record import (
     StepResult,
     copied,
 )
-from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES, StepReplicas
+from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.processes.agreement import Intent
@@ -107,7 +107,6 @@ class _Call(Step[StepResult]):
 
     optimizers: OptimizerSteps
     recorder: StepRecorder
-    replicas: StepReplicas
     kind: _Specialization
     arguments: Arguments
     owns_gradients: bool
@@ -118,7 +117,6 @@ class _Call(Step[StepResult]):
 
     def run(self) -> None:
         self.returned.append(self.recorder.run(self.arguments))
-        self.replicas.ran()
 
     def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
         kind, capturing = self.kind, cut is not None
@@ -138,12 +136,6 @@ class _Call(Step[StepResult]):
 
     def is_followed_by_user_code(self) -> bool:
         return not self.owns_gradients
-
-    def is_broken(self) -> bool:
-        return self.replicas.is_broken()
-
-    def repair(self) -> None:
-        self.replicas.reset()
 
 
 class StepRun:
@@ -187,6 +179,7 @@ class StepRun:
             wording,
             processes,
             self._optimizers.learning_rates,
+            replicas=of.replicas,
         )
         self.counts = self._context.counts
 
@@ -254,7 +247,6 @@ class StepRun:
             leaves=None if found is None else found[1],
             optimizers=self._optimizers,
             recorder=self._recorder,
-            replicas=self._replicas,
             kind=kind,
             arguments=arguments,
             owns_gradients=self._owns_gradients,
@@ -384,7 +376,7 @@ class StepRun:
         engine: StepEngine[StepResult] = StepEngine(
             self._context,
             guards,
-            lambda: habits.is_settled() and optimizers.is_settled() and self._replicas.is_settled(),
+            lambda: habits.is_settled() and optimizers.is_settled(),
             self._reads,
         )
         digest = digest_of(f"{_shapes(batch)} {mode}")

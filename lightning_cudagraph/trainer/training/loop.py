@@ -111,12 +111,13 @@ class GraphedTraining:
             on_give_up=self._part.let_go,
             around_replays=around_replays(trainer),
             on_capture=self._captured,
+            replicas=run.replicas,
         )
         self._verifier = context.verifier
         self._engine: StepEngine[StepOutputs] = StepEngine(
             context,
             run.guards,
-            lambda: self._part.is_settled() and run.replicas.is_settled() and run.hooks.is_settled(),
+            lambda: self._part.is_settled() and run.hooks.is_settled(),
         )
         self._steps = TrainingSteps(run, self._engine, self._verifier, self._recorder)
         # Last, because it changes the optimizer: nothing after it may fail.

@@ -93,10 +93,8 @@ class TrainingStep(Step[StepOutputs]):
         return closure
 
     def run(self) -> None:
-        training = self.training
-        with training.logs.noted():
+        with self.training.logs.noted():
             self.eagerly()
-        training.replicas.ran()
 
     def run_last(self) -> None:
         """Run the last warm-up step, timed like a replay."""
@@ -167,9 +165,3 @@ class TrainingStep(Step[StepOutputs]):
         training = self.training
         n_batches = training.trainer.accumulate_grad_batches
         return training.times.timed_instances(self.accumulation, n_batches)
-
-    def is_broken(self) -> bool:
-        return self.training.replicas.is_broken()
-
-    def repair(self) -> None:
-        self.training.replicas.reset()
