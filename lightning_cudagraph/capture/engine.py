@@ -60,7 +60,7 @@ class StepEngine(Generic[T]):
         # Read at every replay: saves an attribute access.
         self._backend = run.backend
         self._carried = run.carried
-        self._verifier = run.verifier
+        self.verifier = run.verifier
         self._agreement = run.agreement
         self._patches = ExitStack()
         self._has_begun = False
@@ -246,7 +246,7 @@ class StepEngine(Generic[T]):
         """Recheck all guards before the next replay: user code may have run since the last step."""
         self._guards.suspect()
         self.invalidation.pause()
-        self._verifier.pause()
+        self.verifier.pause()
 
     def refuses_alone(self, signature: Signature, error: UnsupportedError) -> bool:
         """Run steps of a signature eagerly, unless the error may be that of all: then return False."""

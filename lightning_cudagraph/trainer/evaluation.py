@@ -200,7 +200,6 @@ class GraphedEvaluation:
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
             wording=wording_of(stage),
         )
-        self._verifier = context.verifier
         self._engine: StepEngine[_Outputs] = StepEngine(context, run.guards)
 
     @property
@@ -211,11 +210,11 @@ class GraphedEvaluation:
     @property
     def stage(self) -> StageSummary:
         """Counts and times of the batches so far."""
-        return StageSummary.of(self._engine.counts, self._verifier.checked)
+        return StageSummary.of(self._engine.counts, self._engine.verifier.checked)
 
     @property
     def notes(self) -> list[str]:
-        notes = [*self._verifier.notes, *self._engine.notes, *self._run.metrics.notes]
+        notes = [*self._engine.verifier.notes, *self._engine.notes, *self._run.metrics.notes]
         return [f"evaluation: {note}" for note in notes]
 
     def start(self) -> None:

@@ -113,13 +113,12 @@ class GraphedTraining:
             on_capture=self._captured,
             replicas=run.replicas,
         )
-        self._verifier = context.verifier
         self._engine: StepEngine[StepOutputs] = StepEngine(
             context,
             run.guards,
             lambda: self._part.is_settled() and run.hooks.is_settled(),
         )
-        self._steps = TrainingSteps(run, self._engine, self._verifier, self._recorder)
+        self._steps = TrainingSteps(run, self._engine, self._recorder)
         # Last, because it changes the optimizer: nothing after it may fail.
         self._part.prepare(trainer.optimizers[0])
 
@@ -192,7 +191,7 @@ class GraphedTraining:
     def stage(self) -> StageSummary:
         """Counts and times of the steps so far."""
         remedy = self._engine.admission.remedy
-        return StageSummary.of(self.counts, self._verifier.checked, self._times.pace, remedy)
+        return StageSummary.of(self.counts, self._engine.verifier.checked, self._times.pace, remedy)
 
     def finish(
         self, summary: RunSummary, notes: Sequence[str] = (), exception: BaseException | None = None
@@ -220,7 +219,12 @@ class GraphedTraining:
         self._times.count(counts.replayed, eager)
 
     def _notes(self) -> list[str]:
-        notes = [*self._verifier.notes, *self._engine.notes, *self.notes, *self._run.metrics.notes]
+        notes = [
+            *self._engine.verifier.notes,
+            *self._engine.notes,
+            *self.notes,
+            *self._run.metrics.notes,
+        ]
         untimed = self._recorder.untimed
         is_timed = self._run.settings.timings is not None
         if is_timed and is_step_compiled(self._module):

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
-from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.errors import UnsupportedError
@@ -58,9 +57,7 @@ class TrainingSteps:
             the fast path.
     """
 
-    def __init__(
-        self, run: TrainingRun, engine: StepEngine[StepOutputs], verifier: Verifier, recorder: Recorder
-    ) -> None:
+    def __init__(self, run: TrainingRun, engine: StepEngine[StepOutputs], recorder: Recorder) -> None:
         self._run = run
         # Read in every replay, so held directly.
         self._trainer = run.trainer
@@ -71,7 +68,6 @@ class TrainingSteps:
         self._clock = run.times.clock
         self._engine = engine
         self._graphs = engine.graphs
-        self._verifier = verifier
         self._recorder = recorder
         self._plain = PlainSteps(run.trainer, run.backend, run.settings)
         self._n_without_loss = 0  # warm-up steps, in a row
@@ -345,12 +341,12 @@ class TrainingSteps:
             body=body,
             eagerly=lambda: returned.append(eagerly()),
         )
-        checked = self._verifier.checked
+        verifier, checked = self._engine.verifier, self._engine.verifier.checked
         with setting(run, is_in_step=True):
             self.phase, outputs = self._engine.step(step, self.graphs_of(step.batch))
-        if self.phase is not Phase.CAPTURED or self._verifier.checked != checked:
+        if self.phase is not Phase.CAPTURED or verifier.checked != checked:
             self._clock.interrupted()
-        if self._verifier.checked != checked:
+        if verifier.checked != checked:
             run.times.pace.pause()  # a check takes several replays and an eager step
         if outputs is not None:
             loss = outputs.logs.hand_over(self._trainer)
