@@ -171,7 +171,8 @@ class GraphsBySignature(Generic[T]):
         if found is None:
             return None
         graphs, tensors, values = found
-        step.leaves = tensors, values
+        if step.batch is not graphs.static.batch:
+            step.leaves = tensors, values
         return graphs
 
     def maker(self, step: Step[T]) -> CapturedStep[T] | NotYet | None:
