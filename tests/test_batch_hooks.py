@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
+from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 
 BATCHES = 14
@@ -64,14 +64,14 @@ class Twice:
         **kwargs: Any,
     ) -> None:
         self.quick = 0
-        again = StepEngine.again
+        replay = TrainingSteps.replay
 
         def counted(*args: Any) -> Any:
-            outputs = again(*args)
+            outputs = replay(*args)
             self.quick += outputs is not None
             return outputs
 
-        monkeypatch.setattr(StepEngine, "again", counted)
+        monkeypatch.setattr(TrainingSteps, "replay", counted)
         self.callbacks = [callbacks(), callbacks()]
         self.traces: list[Trace] = [
             train(

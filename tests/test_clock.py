@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings, RunSummary
-from lightning_cudagraph.capture.instances import CaptureInstance
+from lightning_cudagraph.capture.graph import CaptureInstance
 from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, HostEvent

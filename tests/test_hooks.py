@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchmetrics import MeanSquaredError
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, HookError, UnsupportedError
-from lightning_cudagraph.capture.instances import CaptureInstance
+from lightning_cudagraph.capture.graph import CaptureInstance
 from lightning_cudagraph.graphed_step.run import backend_for
 from tests.harness import Apart, Net, assert_same, differences, make, train
 from tests.rows import refused, row

@@ -29,10 +29,10 @@ from torchmetrics import MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.compat import lightning_source
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.logs.recorder import Logs
+from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from tests.harness import Net, Trace, assert_same, differences, make, train
 
 BATCHES = 14
@@ -128,14 +128,14 @@ class Both:
         **kwargs: Any,
     ) -> None:
         self.plain_replays = 0
-        again = StepEngine.again
+        replay = TrainingSteps.replay
 
         def counted(*args: Any) -> Any:
-            outputs = again(*args)
+            outputs = replay(*args)
             self.plain_replays += outputs is not None
             return outputs
 
-        monkeypatch.setattr(StepEngine, "again", counted)
+        monkeypatch.setattr(TrainingSteps, "replay", counted)
         self.loaders = [loader(), loader()]
         self.traces: list[Trace] = [
             train(

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 from torch import Tensor
 
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.invalidation import Invalidation
-from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step, T
 from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
@@ -27,8 +27,6 @@ from lightning_cudagraph.tensors.external_references import ExternalReferences
 from lightning_cudagraph.tensors.host_values import held, in_words, is_host_value
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
-
-T = TypeVar("T")
 
 _REPORT_IT = "This is a bug in `lightning_cudagraph`: please report it."
 
@@ -193,7 +191,7 @@ class Captures(Generic[T]):
     def _tried(self, step: Step[T], signature: Signature) -> _Tried[T]:
         """Try to capture a step, and tell all processes how it went."""
         tried = self._tried_here(step, signature)
-        is_broken = step.is_broken()
+        is_broken = self._run.replicas.is_broken
         if (agreement := self._run.agreement) is not None:
             found = tried.failure and tried.failure.findings[0]
             has_breaks = tried.captured is not None and tried.captured.has_breaks
@@ -211,7 +209,7 @@ class Captures(Generic[T]):
                     tried.captured.release()
                     tried.captured = None
         if is_broken:
-            step.repair()
+            self._run.replicas.reset()
         if tried.has_failed and not tried.reads.are_new:  # it fails whatever it reads
             tried.reads = _Reads(tried.reads.has_values, are_new=False, are_of_another=False)
         return tried
@@ -268,7 +266,7 @@ class Captures(Generic[T]):
             if self._streams.is_one:
                 text = f"The training step cannot be captured: {reason}."
                 raise CaptureError(text, _REPORT_IT) from None
-            if self._run.agreement is not None or step.is_broken():
+            if self._run.agreement is not None or self._run.replicas.is_broken:
                 raise  # all processes retry together, and a broken DDP reducer is repaired before
         self._streams.send_back(reason)
         return self._capture_once(step, signature)

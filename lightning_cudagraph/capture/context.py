@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
-from lightning_cudagraph.capture.gradient_copies import GradientCopies
+from lightning_cudagraph.capture.gradients.gradient_copies import GradientCopies
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
-from lightning_cudagraph.capture.steps import Step, StepCounts
+from lightning_cudagraph.capture.steps import Step, StepCounts, T
 from lightning_cudagraph.capture.stream_choice import StreamChoice, Streams
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
@@ -20,9 +20,8 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.processes.agreement import Agreement
+from lightning_cudagraph.processes.ddp import DDPState
 from lightning_cudagraph.tensors.signatures import Signatures
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +79,7 @@ class RunContext:
     on_give_up: Callable[[], None] = lambda: None
     around_replays: Callable[[], AbstractContextManager[object]] = nullcontext
     on_capture: Callable[[Step[Any], float], None] = lambda step, capture_ms: None
+    replicas: DDPState = field(default_factory=DDPState)
     counts: StepCounts = field(default_factory=StepCounts)
     is_examined: bool = False
     earns_graphs: bool = False

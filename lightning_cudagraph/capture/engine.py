@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic
 
 from lightning_cudagraph.capture.captures import Captures
 from lightning_cudagraph.capture.context import EngineContext, RunContext
+from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.plans import Plans
-from lightning_cudagraph.capture.replays import Replays
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature, GraphsOfSignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
-from lightning_cudagraph.capture.steps import Phase, Replay, Step
+from lightning_cudagraph.capture.steps import Phase, Step, T
 from lightning_cudagraph.capture.stream_choice import StreamChoice
+from lightning_cudagraph.capture.verified_replay import replay_verified
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.device.sentry.inductor import without_its_graphs
 from lightning_cudagraph.errors import UnsupportedError
@@ -22,7 +24,7 @@ from lightning_cudagraph.processes.agreement import Intent
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import HostReads
 
-T = TypeVar("T")
+_NOTHING = nullcontext()
 
 
 def _only_in_the_capture(raised: str) -> UnsupportedError:
@@ -38,6 +40,11 @@ class StepEngine(Generic[T]):
 
     Warm-up goes on until `is_settled`: steps create no more state. Several engines may share `reads`,
     the reads of host values by their steps.
+
+    Attributes:
+        graphs: the captured steps, by batch signature and accumulation phase.
+        admission: says which signatures get graphs.
+        invalidation: releases graphs, because of a change, an error or another engine's replay.
     """
 
     def __init__(
@@ -53,7 +60,7 @@ class StepEngine(Generic[T]):
         # Read at every replay: saves an attribute access.
         self._backend = run.backend
         self._carried = run.carried
-        self._verifier = run.verifier
+        self.verifier = run.verifier
         self._agreement = run.agreement
         self._patches = ExitStack()
         self._has_begun = False
@@ -61,22 +68,24 @@ class StepEngine(Generic[T]):
         graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device, run.signatures, reads)
         warm_ups = WarmUps(run.settings.warmup_steps)
         streams = StreamChoice(run.backend, run.settings.streams)
-        engine = EngineContext(run, guards, graphs, warm_ups, is_settled, streams)
+        engine = self._context = EngineContext(run, guards, graphs, warm_ups, is_settled, streams)
         self.graphs, self._warm_ups, self._copies = graphs, warm_ups, engine.copies
         self._streams, self._compiled = streams, engine.compiled
-        self._invalidation = invalidation = Invalidation(engine)
-        self._admission = invalidation.admission
+        self.invalidation = invalidation = Invalidation(engine)
+        self.admission = invalidation.admission
         self._plans = Plans(engine, invalidation)
         self._captures = Captures(engine, invalidation)
-        self._replays = Replays(engine, invalidation)
 
-    def again(self, step: Replay[T], graphs: GraphsOfSignature[T] | None = None) -> T | None:
-        """Replay by the fast path, if the step can take it.
+    def replay(self, step: Step[T], graphs: GraphsOfSignature[T] | None = None) -> T | None:
+        """Replay a step, if nothing else is due for its batch.
+
+        Args:
+            graphs: those of the batch, if they are known.
 
         Returns:
             The static outputs. Or None: nothing has run, and the caller must call `step`.
         """
-        if self._backend.in_graph_break:
+        if step.eager_reason or self._backend.in_graph_break:
             return None
         if graphs is None or not graphs.signature.agrees(step.numbers):
             graphs = self.graphs.known(step)
@@ -88,14 +97,15 @@ class StepEngine(Generic[T]):
                 return None
             self.graphs.use(graphs)
             step.refresh(captured.next_outputs(step.timed))
-            outputs = self._replays.replayed(step, captured)
-            self._carried.copy_out()
-            return outputs
+            return self._replay(step, captured)
         finally:
             self._carried.take_out()
 
-    def step(self, step: Step[T], signature: Signature | None = None) -> tuple[Phase, T | None]:
+    def step(self, step: Step[T], graphs: GraphsOfSignature[T] | None = None) -> tuple[Phase, T | None]:
         """Run one step in the phase of its batch.
+
+        Args:
+            graphs: those of the batch, if they are known.
 
         Returns:
             The phase, and the static outputs if the step was a replay.
@@ -107,13 +117,13 @@ class StepEngine(Generic[T]):
         if not self._has_begun:
             self._has_begun = True
             self._patches.enter_context(without_its_graphs(self._note))
-        if mismatch := self._carried.put_in(self._run.signatures.is_any):
-            step.eager_reason = step.eager_reason or mismatch
         try:
-            phase, outputs = self._step(step, signature)
-            if phase is Phase.CAPTURED:
-                self._carried.copy_out()
-            return phase, outputs
+            # If the processes have voted on this batch, another replay of it has come to nothing.
+            if self._plans.met is None and (outputs := self.replay(step, graphs)) is not None:
+                return Phase.CAPTURED, outputs
+            if mismatch := self._carried.put_in(self._run.signatures.is_any):
+                step.eager_reason = step.eager_reason or mismatch
+            return self._step(step)
         except UnsupportedError as error:
             self._run.wording.rephrase(error)
             raise
@@ -121,8 +131,8 @@ class StepEngine(Generic[T]):
             self._carried.take_out()
             self._copies.handed = None
 
-    def _step(self, step: Step[T], signature: Signature | None) -> tuple[Phase, T | None]:
-        plan = self._plans.of_this_process(step, signature)
+    def _step(self, step: Step[T]) -> tuple[Phase, T | None]:
+        plan = self._plans.of_this_process(step)
         if self._agreement is not None:
             plan = self._plans.of_all(plan, self._agreement)
         intent, reason, signature, captured = plan
@@ -132,7 +142,7 @@ class StepEngine(Generic[T]):
         if intent is Intent.WARM_UP:
             return self._warm_up(step, signature)
         if intent is Intent.CAPTURE:
-            self._admission.make_room(signature)
+            self.admission.make_room(signature)
             step.refresh(None)
             captured, reason, raised = self._captures.attempt(step, signature)
             if captured is None and not reason:
@@ -144,10 +154,10 @@ class StepEngine(Generic[T]):
                 # code raised it, the eager step raises it again, with the usual effects.
                 done = self._eager(step, reason)
                 if raised:
-                    self._invalidation.unsupported(_only_in_the_capture(reason), signature)
+                    self.invalidation.unsupported(_only_in_the_capture(reason), signature)
                 return done
             self.graphs.add(signature, step, captured)
-            self._admission.captured(signature)
+            self.admission.captured(signature)
             if self._plans.is_due(step, captured):
                 intent = Intent.VERIFY
         graphs = self.graphs.of(signature)
@@ -156,9 +166,64 @@ class StepEngine(Generic[T]):
         self.graphs.use(graphs)
         step.refresh(captured.next_outputs(step.timed))
         if intent is Intent.VERIFY:
-            outputs, reason = self._replays.checked(step, captured)
-            return self._eager(step, reason) if reason else (Phase.CAPTURED, outputs)
-        return Phase.CAPTURED, self._replays.replayed(step, captured)
+            launch = partial(self._launch, step, captured, None)
+            checked = replay_verified(self._context, self.invalidation, step, captured, launch)
+            if checked.eager_reason:
+                return self._eager(step, checked.eager_reason)
+            if checked.outputs is not None:
+                return Phase.CAPTURED, self._done(captured, checked.outputs)
+        outputs = self._replay(step, captured)
+        is_plain = not captured.gradients.absent and not self._copies.are_given
+        if is_plain and self._run.around_replays is nullcontext and self.graphs.latest is graphs:
+            graphs.plain[step.accumulation] = captured
+        return Phase.CAPTURED, outputs
+
+    def _replay(self, step: Step[T], captured: CapturedStep[T]) -> T:
+        """Replay a step, and call the hooks at its graph breaks."""
+        between = self._marked(step.between) if captured.has_breaks else None
+        return self._done(captured, self._launch(step, captured, between, step.timed))
+
+    def _launch(
+        self,
+        step: Step[T],
+        captured: CapturedStep[T],
+        between: Callable[[T, int], None] | None,
+        timed: bool,
+    ) -> T:
+        """Copy the batch into the static inputs, unless it is there already, and launch the graph."""
+        static, batch = captured.static, step.batch
+        if timed:
+            step.before_timed(captured.next_outputs(True))
+        if batch is not static.batch:
+            with step.copying() if timed else _NOTHING:
+                if step.leaves is None:
+                    static.copy_from(batch)
+                else:
+                    static.fill(*step.leaves)
+        if self._run.around_replays is nullcontext:
+            return captured.replay(between, self._copies.handed, timed)
+        with self._run.around_replays():
+            return captured.replay(between, self._copies.handed, timed)
+
+    def _marked(self, between: Callable[[T, int], None]) -> Callable[[T, int], None]:
+        """Wrap `between`, so that the backend knows that a graph break is under way."""
+
+        def at_break(outputs: T, index: int) -> None:
+            self._backend.in_graph_break = True
+            try:
+                between(outputs, index)
+            finally:
+                self._backend.in_graph_break = False
+
+        return at_break
+
+    def _done(self, captured: CapturedStep[T], outputs: T) -> T:
+        if self._copies.handed is not None:
+            captured.copy_out(self._copies.handed)
+        captured.n_replays += 1
+        self.counts.replayed += 1
+        self._carried.copy_out()
+        return outputs
 
     def vote_on_plain_step(self) -> None:
         """Take part in the vote of a warm-up step that this engine does not run: it is not watched."""
@@ -168,47 +233,27 @@ class StepEngine(Generic[T]):
     @property
     def given_up(self) -> bool:
         """True if all later steps are eager."""
-        return self._invalidation.given_up is not None
-
-    def is_refused(self, signature: Signature) -> bool:
-        """True if steps of a signature are eager, because a capture has failed."""
-        return self._admission.is_refused(signature)
+        return self.invalidation.given_up is not None
 
     @property
     def notes(self) -> list[str]:
-        several = self._admission.notes
+        several = self.admission.notes
         values = [note] if (note := self.graphs.reads.note) else []
         others = [*self._guards.notes, *self._streams.notes, *self._compiled.notes]
         return [*several, *values, *others, *self._without_graphs]
 
-    @property
-    def remedy(self) -> str:
-        """The dimension of batches that varies most and what to do about it; empty if none does."""
-        return self._admission.remedy
-
     def pause(self) -> None:
         """Recheck all guards before the next replay: user code may have run since the last step."""
         self._guards.suspect()
-        self._invalidation.pause()
-        self._verifier.pause()
-
-    def drop(self, reason: str) -> None:
-        """Invalidate the graphs because of `reason`; later steps are warmed up and captured again."""
-        self._invalidation.drop(reason)
+        self.invalidation.pause()
+        self.verifier.pause()
 
     def refuses_alone(self, signature: Signature, error: UnsupportedError) -> bool:
         """Run steps of a signature eagerly, unless the error may be that of all: then return False."""
-        if not (self.graphs.reads.is_any or self._admission.is_later(signature)):
+        if not (self.graphs.reads.is_any or self._run.signatures.has_others(signature)):
             return False
-        self._admission.refuse(signature, error)
+        self.admission.refuse(signature, error)
         return True
-
-    def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> None:
-        self._invalidation.unsupported(error, signature)
-
-    def leave(self) -> None:
-        """Prepare for a replay by another engine: move gradients out of the memory pool."""
-        self._invalidation.leave()
 
     def _note(self, text: str) -> None:
         """Announce a sentence, and keep it for the report."""
@@ -217,7 +262,7 @@ class StepEngine(Generic[T]):
 
     def close(self) -> None:
         try:
-            self._invalidation.forget()
+            self.invalidation.forget()
         finally:
             self._patches.close()
 
@@ -230,12 +275,13 @@ class StepEngine(Generic[T]):
         # default stream would break a later capture.
         with self._backend.on_side_stream(), self._noting_gradients(step):
             step.run()
+        self._run.replicas.ran()
         self._captures.eager_step_ended()
         return Phase.EAGER, None
 
     def _noting_gradients(self, step: Step[T]) -> AbstractContextManager[None]:
         """Note the gradients that an eager step makes, if later steps may add to them."""
-        if step.are_added_to or any(captured.adds for captured in self.graphs.all()):
+        if step.are_added_to or any(captured.gradients.adds for captured in self.graphs.all):
             return self._copies.noting_made(step.parameters)
         return nullcontext()
 
@@ -244,7 +290,7 @@ class StepEngine(Generic[T]):
             if not self.counts.not_captured and (why := self._run.signatures.begin(signature)):
                 self.counts.not_captured = why
                 self._run.announce(f"There is no graph yet: {why}.")
-            self._admission.begin_warm_up(signature)
+            self.admission.begin_warm_up(signature)
         self._guards.watch()
         self._guards.effects.kind = signature, step.accumulation
         self._carried.take_out()
@@ -261,6 +307,7 @@ class StepEngine(Generic[T]):
             )
             (step.run_last if is_at_its_end else step.run)()
         # A step that raises does not count.
+        self._run.replicas.ran()
         self._warm_ups.done(signature, step.accumulation)
         self.counts.warmed_up += 1
         return Phase.WARMING, None

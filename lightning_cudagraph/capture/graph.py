@@ -1,4 +1,4 @@
-"""A captured step: the rings of capture instances that share one static batch."""
+"""A captured step: rings of capture instances that share one static batch, and their replay."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.gradient_copies import HandedOut
-from lightning_cudagraph.capture.instances import CaptureInstance, GraphBreak
+from lightning_cudagraph.capture.gradients.gradient_copies import HandedOut
+from lightning_cudagraph.capture.gradients.step_gradients import StepGradients
+from lightning_cudagraph.capture.graph_breaks import GraphBreak
 from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.verify.tape import OpTape
-from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.backend import Backend, Graph
 from lightning_cudagraph.device.refusals.first_refusal import AskedFor
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import CaptureError
@@ -25,7 +26,7 @@ from lightning_cudagraph.tensors.external_references import (
     gradients_of,
     in_memory_of,
 )
-from lightning_cudagraph.tensors.layouts import Layouts, are_alike
+from lightning_cudagraph.tensors.layouts import are_alike
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id
@@ -65,6 +66,98 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
+class CaptureInstance(Generic[T]):
+    """One graph of a step, with the gradients that it writes.
+
+    Args:
+        makes: the parameters with gradients from this graph; they have these gradients now.
+        drops: number of parameters, from the first of `makes`, that have no gradient after the step if
+            it makes none.
+
+    Attributes:
+        replayed: True from its first replay on.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        outputs: T,
+        makes: list[nn.Parameter],
+        drops: int,
+        breaks: list[GraphBreak],
+        is_timed: bool,
+    ) -> None:
+        self.graph = graph
+        self.is_timed = is_timed
+        self.replayed = False
+        self.outputs = outputs
+        self.breaks = breaks
+        self.gradients = gradients_of(makes)
+        # Dropped and not made again: a parameter may take no part in this kind of step.
+        self._without = [parameter for parameter in makes[:drops] if parameter.grad is None]
+
+    def replay(
+        self,
+        between: Callable[[T, int], None] | None,
+        accumulated: Gradients,
+        handed: HandedOut | None,
+    ) -> T:
+        """Replay, give the parameters their gradients, and return the static outputs.
+
+        Args:
+            between: called at each graph break; None for a replay without breaks.
+            accumulated: the gradients that the step adds to, at the addresses in the graph.
+            handed: the copies of gradients that hooks see; None if they see those of the graph.
+        """
+
+        def at_break(index: int) -> None:
+            assert between is not None
+            graph_break = self.breaks[index]
+            graph_break.begin()
+            if handed is not None:
+                handed.give(accumulated)
+                handed.give(graph_break.made)
+            with graph_break.watched(handed, accumulated):
+                between(self.outputs, index)
+            graph_break.check(handed)
+            if handed is not None:
+                handed.take_back(graph_break.made)
+            adopt(accumulated)
+
+        self.replayed = True
+        if between is None:
+            self.graph.replay()
+        else:
+            if handed is None and any(each.drops for each in self.breaks):
+                self._leave()
+            self.graph.replay(at_break)
+        # Validation or an eager batch may have dropped the gradients. The graph still writes its own,
+        # and code that reads `param.grad` after the step must find these.
+        for parameter, gradient in self.gradients:
+            if parameter.grad is not gradient:  # to read costs a fourth of to set
+                parameter.grad = gradient
+        for parameter in self._without:
+            if parameter.grad is not None:
+                parameter.grad = None
+        return self.outputs
+
+    def copy_out(self, accumulated: Gradients, handed: HandedOut) -> None:
+        """Copy the gradients of the last replay out of the graph, for the parameters to have."""
+        handed.give(accumulated)
+        handed.give(self.gradients)
+        for parameter in self._without:
+            parameter.grad = None
+
+    def _leave(self) -> None:
+        """Clone the gradients of the step before, so that hooks in the forward pass can read them.
+
+        Their memory may be reused by the forward pass, even if another instance made them.
+        """
+        for parameter, _ in self.gradients:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+
+
 class CapturedStep(Generic[T]):
     """A step as one or more graphs that read one static batch.
 
@@ -83,6 +176,7 @@ class CapturedStep(Generic[T]):
     Attributes:
         tape: the ops of the step at its first verification.
         written: the tensors older than the step that it writes.
+        has_breaks: the step has graph breaks.
         has_breaks_anywhere: the step has graph breaks in at least one process of the run.
     """
 
@@ -99,7 +193,6 @@ class CapturedStep(Generic[T]):
         self.static = static
         self._compiled = compiled
         self._one_place = one_place
-        self._in_place = {*map(id, in_place)}
         self._instances: list[CaptureInstance[T]] = []
         self._rings: dict[bool, deque[CaptureInstance[T]]] = {}
         self._last: CaptureInstance[T] | None = None
@@ -107,18 +200,9 @@ class CapturedStep(Generic[T]):
         self._runs_between = False
         self.tape = OpTape()
         self.n_replays = self.n_mismatches = 0
-        self.has_breaks_anywhere = False
+        self.has_breaks = self.has_breaks_anywhere = False
         self.written: list[Tensor] = []
-        self._dropped, added = parameters
-        # All instances add to these gradients in place. Kept as aliases: a reference to the gradient
-        # itself would count as an external one.
-        self._accumulated = [(parameter, grad.detach()) for parameter, grad in gradients_of(added)]
-        self._added_layouts = Layouts([gradient for _, gradient in self._accumulated])
-        # Parameters without a gradient to add to: the step makes one, or leaves the parameter alone. The
-        # graph is valid only as long as they have none before the step.
-        self._absent = [parameter for parameter in added if parameter.grad is None]
-        self._only_adds = not self._dropped
-        self._makes = [*self._dropped, *self._absent]
+        self.gradients = StepGradients(*parameters, in_place)
 
     def capture(self, record: Record[T], *timed: bool) -> None:
         """Capture further instances.
@@ -127,8 +211,8 @@ class CapturedStep(Generic[T]):
             CaptureError: if no graph can hold the step. Gradients, memory and random state are as
                 before, and all instances are released.
         """
-        there = gradients_of(self.adds)
-        before = [parameter.grad for parameter in self._makes]
+        there = gradients_of(self.gradients.adds)
+        before = [parameter.grad for parameter in self.gradients.makes]
         try:
             if self._compiled.is_called and not self._instances:
                 if self._compiled.written is None:
@@ -143,6 +227,7 @@ class CapturedStep(Generic[T]):
                     parameter.grad = grad
             own = {storage_id(gradient) for each in self._instances for _, gradient in each.gradients}
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
+            self.has_breaks = bool(self._instances[0].breaks)
             self._rings = {
                 kind: deque([each for each in self._instances if each.is_timed is kind])
                 or deque(self._instances)
@@ -152,20 +237,20 @@ class CapturedStep(Generic[T]):
             self.release()
             raise
         finally:
-            for parameter, gradient in (*zip(self._makes, before, strict=True), *there):
+            for parameter, gradient in (*zip(self.gradients.makes, before, strict=True), *there):
                 parameter.grad = gradient
 
     def _instance(self, record: Record[T], is_timed: bool, there: Gradients) -> CaptureInstance[T]:
         """Capture an instance; `there` are the gradients that the step only adds to."""
         # Without a gradient to add to, the backward pass makes a new one in the memory pool, at no cost.
         # The previous instance keeps its own.
-        for parameter in self._makes:
+        for parameter in self.gradients.makes:
             parameter.grad = None
         target = self._instances[0].gradients if self._one_place and self._instances else []
         breaks: list[GraphBreak] = []
 
         def cut(hooks: str, drops: bool) -> None:
-            gradients = [(parameter, parameter.grad) for parameter in self._makes]
+            gradients = [(parameter, parameter.grad) for parameter in self.gradients.makes]
             breaks.append(GraphBreak(hooks, drops, gradients))
             self._backend.cut()
 
@@ -177,7 +262,7 @@ class CapturedStep(Generic[T]):
             )
         if moved := [
             (grad, old)
-            for (_, grad), (_, old) in zip(there, self._accumulated, strict=True)
+            for (_, grad), (_, old) in zip(there, self.gradients.accumulated, strict=True)
             if not in_memory_of(grad, old)
         ]:
             self._backend.release(graph)
@@ -192,8 +277,10 @@ class CapturedStep(Generic[T]):
             raise error
         # Some are added to, or read, and then dropped: they end at an address of the graph.
         replaced = [parameter for parameter, grad in there if parameter.grad is not grad]
-        made = [*self._dropped, *replaced]
-        instance = CaptureInstance(graph, outputs, [*made, *self._absent], len(made), breaks, is_timed)
+        made = [*self.gradients.dropped, *replaced]
+        instance = CaptureInstance(
+            graph, outputs, [*made, *self.gradients.absent], len(made), breaks, is_timed
+        )
         try:
             written = self._backend.written(graph)
             loan.refuse_changes(written)
@@ -205,7 +292,7 @@ class CapturedStep(Generic[T]):
 
     def _examined(self, record: Record[T]) -> list[Tensor]:
         """Capture without `torch.compile` to inspect the Python; return older tensors that it writes."""
-        for parameter in self._makes:
+        for parameter in self.gradients.makes:
             parameter.grad = None
 
         def cut(hooks: str, drops: bool) -> None:
@@ -228,83 +315,13 @@ class CapturedStep(Generic[T]):
         self._runs_between = between
         made = [pair for each in self._instances for at in each.breaks for pair in at.made]
         every = [pair for each in self._instances for pair in each.gradients]
-        added = gradients_of(self.adds)
+        added = gradients_of(self.gradients.adds)
         self._holds = ExternalReferences([*every, *made], added)
-
-    @property
-    def has_breaks(self) -> bool:
-        return bool(self._instances[0].breaks)
 
     @property
     def is_checked_apart(self) -> bool:
         """True if a verification does not replace the step: hooks at graph breaks must run once only."""
         return self.has_breaks or self.has_breaks_anywhere
-
-    @property
-    def is_plain(self) -> bool:
-        """True if a replay needs no work on gradients before it."""
-        return not self._absent
-
-    @contextmanager
-    def gradients_kept(self) -> Iterator[None]:
-        """Restore the gradients that the step drops on exit."""
-        kept = [
-            (parameter, None if parameter.grad is None else parameter.grad.clone())
-            for parameter in self._makes
-        ]
-        try:
-            yield
-        finally:
-            for parameter, gradient in kept:
-                parameter.grad = gradient
-
-    def stale(self, is_varied: bool = False) -> str | None:
-        """Return the reason why the graph does not match the step, or None.
-
-        Args:
-            is_varied: micro-batches of other signatures come before it. Without them, only a drop of all
-                gradients can take one to which the step adds, and zeros serve as well. With them, no
-                micro-batch may have used the parameter, and optimizers skip one without a gradient.
-        """
-        if any(parameter.grad is not None for parameter in self._absent):
-            return "a parameter that had no gradient before the step has one now"
-        is_strict = is_varied and self._only_adds
-        if is_strict and any(parameter.grad is None for parameter, _ in self._accumulated):
-            return "a parameter that had a gradient before the step has none now"
-        return None
-
-    def replaced(self) -> tuple[list[nn.Parameter], bool]:
-        """Find parameters with gradients in other memory than those that the step adds to.
-
-        Returns:
-            The parameters, and True if user code has replaced one to which the step adds in place.
-        """
-        if self._are_in_place():
-            return [], False
-        moved = [p for p, g in self._accumulated if p.grad is not None and not in_memory_of(p.grad, g)]
-        missing = self._in_place and any(
-            p.grad is None for p, _ in self._accumulated if id(p) in self._in_place
-        )
-        return moved, bool(missing) or any(id(p) in self._in_place for p in moved)
-
-    def has_other_layouts(self) -> bool:
-        """True if gradients that the step adds to have other strides or alignments than in the graph."""
-        now = [g if p.grad is None else p.grad for p, g in self._accumulated]
-        return self._added_layouts.changed_but_for_addresses(now)
-
-    @property
-    def adds(self) -> list[nn.Parameter]:
-        """The parameters with gradients that the step only adds to."""
-        return [parameter for parameter, _ in self._accumulated]
-
-    def adopt_gradients(self) -> None:
-        """Move the gradients that the step only adds to back to the addresses in the graph."""
-        if not self._are_in_place():
-            adopt(self._accumulated)
-
-    def _are_in_place(self) -> bool:
-        """True if all gradients that the step adds to are at the addresses in the graph."""
-        return not self._added_layouts.changed([p.grad for p, _ in self._accumulated])
 
     @property
     def are_gradients_alike(self) -> bool:
@@ -339,13 +356,13 @@ class CapturedStep(Generic[T]):
         Returns:
             The static outputs of the instance. Its next replay overwrites them.
         """
-        self.adopt_gradients()
+        self.gradients.adopt()
         if handed is not None:
-            handed.add_to_found(self._accumulated)
+            handed.add_to_found(self.gradients.accumulated)
         ring = self._rings[timed]
         instance = self._last = ring[0]
         ring.rotate(-1)
-        return instance.replay(between, self._accumulated, handed)
+        return instance.replay(between, self.gradients.accumulated, handed)
 
     def turn_back(self, timed: bool) -> None:
         """Turn the ring back: the next replay uses the instance of the last one again."""
@@ -378,7 +395,7 @@ class CapturedStep(Generic[T]):
     def copy_out(self, handed: HandedOut) -> None:
         """Copy the gradients of the last replay out of the graph, for the parameters to have."""
         if self._last is not None:
-            self._last.copy_out(self._accumulated, handed)
+            self._last.copy_out(self.gradients.accumulated, handed)
 
     def is_kept(self, after_pause: bool) -> bool:
         """True if there is an external reference to a gradient of the graph, or to a view of one.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Generic, TypeVar
+from typing import Generic
 
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.signatures.admission import Admission
+from lightning_cudagraph.capture.steps import T
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
-
-T = TypeVar("T")
 
 # Limits for a run that keeps invalidating its graphs: after this number of captures in a row with fewer
 # than this number of replays each, it goes on eagerly. A new graph in each epoch has no limit.
@@ -69,18 +67,18 @@ class Invalidation(Generic[T]):
     def _is_gradient_kept(self, after_pause: bool) -> bool:
         if self._copies.are_given:
             return False
-        return any(each.is_kept(after_pause) for each in self._graphs.all())
+        return any(each.is_kept(after_pause) for each in self._graphs.all)
 
     def has_replaced_gradients(self, captured: CapturedStep[T]) -> bool:
         """True if user code has given parameters gradients of its own, which the graph does not have."""
-        moved, is_in_place = captured.replaced()
+        moved, is_in_place = captured.gradients.replaced()
         if not moved or is_in_place:
             return is_in_place
-        if captured.has_other_layouts():
+        if captured.gradients.has_other_layouts():
             return True
         if self._copies.are_copies(moved):
             return False
-        if self._copies.has_overlaps(captured.adds):
+        if self._copies.has_overlaps(captured.gradients.adds):
             return True
         if self._copies.are_replaced:
             return False
@@ -93,8 +91,8 @@ class Invalidation(Generic[T]):
         Returns:
             False if no graph can follow: gradients that are copied overlap, or have other layouts.
         """
-        moved, is_in_place = captured.replaced()
-        if self._copies.are_replaced or (not is_in_place and captured.has_other_layouts()):
+        moved, is_in_place = captured.gradients.replaced()
+        if self._copies.are_replaced or (not is_in_place and captured.gradients.has_other_layouts()):
             return False
         others = self._copies.of_user_code(moved)
         if others and not is_in_place and self._copies.are_made(others):
@@ -108,18 +106,6 @@ class Invalidation(Generic[T]):
         self.drop(change)
         return True
 
-    def suspicion(self, captured: CapturedStep[T]) -> str:
-        """A change that a graph may depend on, so that its next replay is rechecked; empty if none."""
-        return self._guards.suspicions.of(captured)
-
-    def effects_undone(self) -> AbstractContextManager[None]:
-        """Undo the host effects of an eager step that is run for a verification."""
-        return self._guards.effects.undone()
-
-    def clear_suspicion(self, captured: CapturedStep[T]) -> None:
-        """Clear the suspicion against a graph, after a recheck that found the same numbers."""
-        self._guards.clear_suspicion(captured)
-
     def _copy_out_from_now_on(self) -> None:
         """Leave externally referenced gradients to user code, and copy gradients out from now on."""
         self._copies.are_given = True
@@ -131,7 +117,7 @@ class Invalidation(Generic[T]):
         """Invalidate the graphs; later steps are warmed up and captured again."""
         self.dropped = "" if of_others else reason
         had_graphs = bool(self._graphs)
-        replays = sum(captured.n_replays for captured in self._graphs.all())
+        replays = sum(captured.n_replays for captured in self._graphs.all)
         self.forget()
         if not had_graphs:
             return
@@ -165,7 +151,7 @@ class Invalidation(Generic[T]):
         """
         run = self._run
         run.wording.rephrase(error)
-        is_later = signature is not None and self.admission.is_later(signature)
+        is_later = signature is not None and run.signatures.has_others(signature)
         if not is_later and run.narrow(error):
             self.forget()
             return "a smaller part of the step is captured from then on"
@@ -192,5 +178,5 @@ class Invalidation(Generic[T]):
         self._graphs.clear_plain()
         if self._is_gradient_kept(after_pause=True):
             self._copy_out_from_now_on()
-        for captured in self._graphs.all():
+        for captured in self._graphs.all:
             captured.bring_out_gradients()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Generic
 
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.signatures.by_signature import NOT_YET, GraphsOfSignature
-from lightning_cudagraph.capture.steps import Replay, Step
+from lightning_cudagraph.capture.steps import Step, T
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
 from lightning_cudagraph.tensors.batch_signature import Signature
-
-T = TypeVar("T")
 
 # Batches in a row for which a graph expects other gradients before the step, until it is invalidated.
 _MAX_MISMATCHES = 8
@@ -35,7 +33,7 @@ class Plans(Generic[T]):
     """
 
     def __init__(self, engine: EngineContext[T], invalidation: Invalidation[T]) -> None:
-        self._run, self._graphs = engine.run, engine.graphs
+        self._run, self._guards, self._graphs = engine.run, engine.guards, engine.graphs
         self._warm_ups, self._copies = engine.warm_ups, engine.copies
         self._backend = engine.run.backend
         self._verifier = engine.run.verifier
@@ -45,18 +43,19 @@ class Plans(Generic[T]):
         self._is_settled = engine.is_settled
         self.met: tuple[Intent, Intent] | None = None
 
-    def is_due(self, step: Replay[T], captured: CapturedStep[T]) -> bool:
+    def is_due(self, step: Step[T], captured: CapturedStep[T]) -> bool:
         """True if the next replay must be verified."""
         is_due = self._verifier.due(captured, captured.n_replays, captured.is_unproved(step.timed))
-        return is_due or bool(self._invalidation.suspicion(captured))
+        return is_due or bool(self._guards.suspicions.of(captured))
 
-    def of_plain_replay(self, step: Replay[T], graphs: GraphsOfSignature[T]) -> CapturedStep[T] | None:
-        """Return the captured step to replay by the fast path; None if more than a replay is due."""
+    def of_plain_replay(self, step: Step[T], graphs: GraphsOfSignature[T]) -> CapturedStep[T] | None:
+        """Return the captured step to replay; None if more than a replay is due."""
         self._invalidation.look_for_changes()
+        step.is_compared = True
         captured = graphs.plain.get(step.accumulation)
         if captured is None or self.is_due(step, captured):
             return None
-        if self._admission.is_varied and captured.stale(is_varied=True):
+        if self._admission.is_varied and captured.gradients.stale(is_varied=True):
             return None
         if self._invalidation.has_replaced_gradients(captured):
             return None
@@ -67,7 +66,7 @@ class Plans(Generic[T]):
             self.met = None
         return captured
 
-    def of_this_process(self, step: Step[T], signature: Signature | None) -> Plan[T]:
+    def of_this_process(self, step: Step[T]) -> Plan[T]:
         """Make the plan of this process alone."""
         if self._invalidation.given_up is not None:
             return Intent.GIVE_UP, self._invalidation.given_up, None, None
@@ -75,12 +74,12 @@ class Plans(Generic[T]):
             return Intent.EAGER, "in the middle of another step that is replayed", None, None
         if step.eager_reason:
             return Intent.EAGER, step.eager_reason, None, None
-        if self.met is None:  # else `of_plain_replay` has compared the guards, and voted on the result
+        if not step.is_compared and self.met is None:  # else by `of_plain_replay`
             self._invalidation.look_for_changes()
         try:
-            if signature is None and (known := self._graphs.known(step)) is not None:
-                signature = known.signature
-            signature = signature or self._graphs.signature_of(step)
+            if (signature := step.signature) is None:
+                known = self._graphs.known(step)
+                signature = self._graphs.signature_of(step) if known is None else known.signature
         except UnsupportedError as error:
             if self._run.settings.raise_unsupported:
                 raise
@@ -89,7 +88,7 @@ class Plans(Generic[T]):
         if reason := self._admission.refusal(signature, step.accumulation):
             return Intent.EAGER, reason, None, None
         captured = self._graphs.get(signature, step.accumulation)
-        if captured is not None and (change := captured.stale(self._admission.is_varied)):
+        if captured is not None and (change := captured.gradients.stale(self._admission.is_varied)):
             if captured.n_mismatches < _MAX_MISMATCHES and self._admission.is_varied:
                 # Micro-batches of other signatures may use other parameters than this one.
                 captured.n_mismatches += 1
@@ -108,7 +107,8 @@ class Plans(Generic[T]):
             captured.n_mismatches = 0
         else:
             left = self._warm_ups.left(signature, step.accumulation)
-            if left > 0 or not self._is_settled() or self._graphs.maker(step) is NOT_YET:
+            are_settled = left == 0 and self._run.replicas.is_settled() and self._is_settled()
+            if not are_settled or self._graphs.maker(step) is NOT_YET:
                 return Intent.WARM_UP, "", signature, None
             if self._invalidation.drops_before_capture():
                 return Intent.WARM_UP, "", signature, None

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,7 +18,15 @@ from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.writes import storage_id, whole
 
-T = TypeVar("T")
+
+class Outputs(Protocol):
+    """The static outputs of a captured step."""
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the outputs to compare in a verification, by name, in the order of the step."""
+
+
+T = TypeVar("T", bound=Outputs)
 
 _MAX_REASONS = 12
 _TENSORS_SHOWN = 4
@@ -79,14 +87,19 @@ MAKES_GRADIENTS = AccumulationPhase(drops=True, steps=False)
 
 
 @dataclass(eq=False)
-class Replay(Generic[T]):
-    """The part of a step that a replay needs; front ends override its methods.
+class Step(Generic[T], ABC):
+    """A step on one batch; each front end has a subclass.
 
     Attributes:
         specialization: values outside the batch that are part of the signature, by the names
             that the user knows.
         numbers: integers beside the batch, by such names; what captured steps read of them is part of
             the signature.
+        eager_reason: why it runs eagerly, though others of its accumulation phase are replayed.
+        signature: set by the engine, if the front end does not know it.
+        leaves: the tensors and host values of the batch, in the order of the static batch, once a
+            comparison with that has found them.
+        is_compared: the guards have been compared for this step.
     """
 
     batch: Any
@@ -94,6 +107,10 @@ class Replay(Generic[T]):
     timed: bool = False
     specialization: Mapping[str, Hashable] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
+    eager_reason: str = ""
+    signature: Signature | None = None
+    leaves: tuple[list[Tensor], list[Any]] | None = None
+    is_compared: bool = field(default=False, init=False)
 
     def refresh(self, outputs: T | None) -> None:
         """Bring host values to where the graph reads them; `outputs` is None before a capture."""
@@ -108,17 +125,6 @@ class Replay(Generic[T]):
     def between(self, outputs: T, index: int) -> None:
         """Call the hooks of a graph break, given its index and the static outputs."""
 
-
-@dataclass(eq=False)
-class Step(Replay[T], ABC):
-    """A step, for every phase of its batch; each front end has a subclass.
-
-    It runs eagerly, though others of its phase are replayed, if it has an `eager_reason`.
-    """
-
-    eager_reason: str = ""
-    signature: Signature | None = field(default=None, init=False)
-
     @abstractmethod
     def run(self) -> None:
         """Run the step eagerly."""
@@ -128,16 +134,13 @@ class Step(Replay[T], ABC):
         self.run()
 
     @abstractmethod
-    def record(self, batch: Any, cut: BreakGraph, timed: bool) -> T:
-        """Run the step in a capture, with `cut` at graph breaks, and return the static outputs."""
+    def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> T:
+        """Run the step on the static batch, and return the static outputs.
 
-    @abstractmethod
-    def rehearse(self, batch: Any) -> T:
-        """Run the code of `record` eagerly, without timing events and graph breaks."""
-
-    @abstractmethod
-    def values(self, outputs: T) -> dict[str, Tensor]:
-        """Return the outputs to compare in a verification, by name."""
+        Args:
+            cut: called at graph breaks, in a capture; None in a rehearsal, which is an eager run.
+            timed: record timing events.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
@@ -173,13 +176,6 @@ class Step(Replay[T], ABC):
     def timed_instances(self) -> tuple[bool, ...]:
         """For each capture instance, True if it has timing events."""
         return (False,)
-
-    def is_broken(self) -> bool:
-        """True if a failed capture has left state with which no later step can run."""
-        return False
-
-    def repair(self) -> None:
-        """Repair that state, in all processes together."""
 
     def all_state(self, written: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return all tensors that the step changes: `state`, and others that a capture saw it write."""

@@ -22,7 +22,7 @@ from lightning_cudagraph.capture.context import CaptureSettings, RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
-from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
+from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.guards.structure import Identity
@@ -44,7 +44,7 @@ from lightning_cudagraph.graphed_step.record import (
     StepResult,
     copied,
 )
-from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES, StepReplicas
+from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.processes.agreement import Intent
@@ -60,6 +60,8 @@ _SUSPECT_EVERY_N_CALLS = 64
 _MAX_NAMED = 3  # in notes
 # The mode of a call, by the names that the user knows.
 _Mode = Mapping[str, Hashable]
+# The graphs of a call, with the tensors and host values of its arguments.
+_Found = tuple[GraphsOfSignature[StepResult], tuple[list[Tensor], list[Any]]]
 _log = logging.getLogger(__name__)
 
 
@@ -75,24 +77,19 @@ class _Specialization:
     digest: int
     calls: int = 0
 
-    def graphs_of(
-        self, arguments: Arguments, mode: _Mode, device_type: str
-    ) -> GraphsOfSignature[StepResult] | None:
+    def graphs_of(self, arguments: Arguments, mode: _Mode, device_type: str) -> _Found | None:
         """Return the graphs of a call that a quick comparison shows to have this specialization."""
         latest = self.engine.graphs.latest
-        is_known = (
-            latest is not None
-            and self.mode == mode
-            and self.signature.agrees(arguments.numbers)
-            and latest.static.leaves_of(arguments.batch, device_type) is not None
-        )
-        return latest if is_known else None
+        if latest is None or self.mode != mode or not self.signature.agrees(arguments.numbers):
+            return None
+        leaves = latest.static.leaves_of(arguments.batch, device_type)
+        return None if leaves is None else (latest, leaves)
 
     @property
     def is_decided(self) -> bool:
         """True if a capture has succeeded, or has failed for good."""
         engine = self.engine
-        return bool(engine.graphs) or engine.given_up or engine.is_refused(self.signature)
+        return bool(engine.graphs) or engine.given_up or engine.admission.is_refused(self.signature)
 
     @contextmanager
     def learning(self, own_memory: Collection[int]) -> Iterator[None]:
@@ -105,42 +102,25 @@ class _Specialization:
 
 
 @dataclass(kw_only=True, eq=False)
-class _ReplayedCall(Replay[StepResult]):
-    """A call as far as a replay needs it."""
-
-    optimizers: OptimizerSteps
-
-    def refresh(self, outputs: StepResult | None) -> None:
-        self.optimizers.note_moves()
-
-
-@dataclass(kw_only=True, eq=False)
-class _Call(_ReplayedCall, Step[StepResult]):
+class _Call(Step[StepResult]):
     """The step of one call."""
 
+    optimizers: OptimizerSteps
     recorder: StepRecorder
-    replicas: StepReplicas
     kind: _Specialization
     arguments: Arguments
     owns_gradients: bool
     returned: list[Any] = field(default_factory=list)
 
+    def refresh(self, outputs: StepResult | None) -> None:
+        self.optimizers.note_moves()
+
     def run(self) -> None:
         self.returned.append(self.recorder.run(self.arguments))
-        self.replicas.ran()
 
-    def record(self, batch: Any, cut: BreakGraph, timed: bool) -> StepResult:
-        return self._recorded(batch, capturing=True)
-
-    def rehearse(self, batch: Any) -> StepResult:
-        return self._recorded(batch, capturing=False)
-
-    def _recorded(self, batch: dict[str, Any], capturing: bool) -> StepResult:
-        kind = self.kind
+    def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
+        kind, capturing = self.kind, cut is not None
         return self.recorder.record(batch, self.arguments, kind.habits, kind.guards, capturing)
-
-    def values(self, outputs: StepResult) -> dict[str, Tensor]:
-        return outputs.values()
 
     def state(self) -> dict[str, Tensor]:
         return self.recorder.state(self.kind.habits)
@@ -156,12 +136,6 @@ class _Call(_ReplayedCall, Step[StepResult]):
 
     def is_followed_by_user_code(self) -> bool:
         return not self.owns_gradients
-
-    def is_broken(self) -> bool:
-        return self.replicas.is_broken()
-
-    def repair(self) -> None:
-        self.replicas.reset()
 
 
 class StepRun:
@@ -205,6 +179,7 @@ class StepRun:
             wording,
             processes,
             self._optimizers.learning_rates,
+            replicas=of.replicas,
         )
         self.counts = self._context.counts
 
@@ -248,62 +223,65 @@ class StepRun:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = self._recorder.arguments(args, kwargs)
         try:
-            kind, graphs = self._specialization(arguments)
+            kind, found = self._specialization(arguments)
         except UnsupportedError as error:
             if self._settings.raise_unsupported:
                 raise
             return self._eager(arguments, self._wording.of(error.reason))
         if self._last is not kind and self._last is not None:
-            self._last.engine.leave()
+            self._last.engine.invalidation.leave()
         self._last = kind
         kind.calls += 1
         if self._processes is not None:
             self._processes.begin(kind.digest)
         if kind.calls % _SUSPECT_EVERY_N_CALLS == 0:
             kind.guards.suspect()
-        # One instance for each phase: its gradients have one address anyway.
-        accumulation = AccumulationPhase(True, kind.habits.finds_gradients())
-        batch, mode, numbers = arguments.batch, kind.mode, arguments.numbers
-        replay = _ReplayedCall(
-            batch, accumulation, specialization=mode, numbers=numbers, optimizers=self._optimizers
+        step = _Call(
+            arguments.batch,
+            # One instance for each phase: its gradients have one address anyway.
+            AccumulationPhase(True, kind.habits.finds_gradients()),
+            specialization=kind.mode,
+            numbers=arguments.numbers,
+            # Else the engine finds it: what steps read of numbers is part of it.
+            signature=kind.signature if self._reads is None else None,
+            leaves=None if found is None else found[1],
+            optimizers=self._optimizers,
+            recorder=self._recorder,
+            kind=kind,
+            arguments=arguments,
+            owns_gradients=self._owns_gradients,
         )
-        result = kind.engine.again(replay, graphs)
+        graphs = None if found is None else found[0]
+        if self._reads is None:
+            phase, result = kind.engine.step(step, graphs)
+        else:
+            phase, result = self._step_that_reads(self._reads, kind, step, graphs)
+        if phase is Phase.WARMING:
+            self._recorder.warmed_up(arguments, kind.habits)
         if result is None:
-            step = _Call(
-                batch,
-                accumulation,
-                specialization=mode,
-                numbers=numbers,
-                optimizers=self._optimizers,
-                recorder=self._recorder,
-                replicas=self._replicas,
-                kind=kind,
-                arguments=arguments,
-                owns_gradients=self._owns_gradients,
-            )
-            phase, result = self._run(kind, arguments, step)
-            if phase is Phase.WARMING:
-                self._recorder.warmed_up(arguments, kind.habits)
-            if result is None:
-                given = copied(step.returned.pop())
-                kind.habits.ended()
-                return given
+            given = copied(step.returned.pop())
+            kind.habits.ended()
+            return given
         for note in result.host_notes:
             note()
         return copied(result.returned)
 
-    def _run(
-        self, kind: _Specialization, arguments: Arguments, step: Step[StepResult]
+    def _step_that_reads(
+        self,
+        reads: HostReads,
+        kind: _Specialization,
+        step: _Call,
+        graphs: GraphsOfSignature[StepResult] | None,
     ) -> tuple[Phase, StepResult | None]:
-        if self._reads is None:
-            return kind.engine.step(step, kind.signature)
-        version, captures = self._reads.version, self.counts.captures
-        signature = self._signature(arguments, kind.mode)
-        outcome = kind.engine.step(step, signature)
+        """Run a step; what a capture reads of host values tells which specializations there are."""
+        version, captures = reads.version, self.counts.captures
+        outcome = kind.engine.step(step, graphs)
+        if (signature := step.signature) is None:
+            return outcome
         kinds = [*self._specializations.values()]
-        if self.counts.captures != captures or kind.engine.is_refused(signature):
+        if self.counts.captures != captures or kind.engine.admission.is_refused(signature):
             kind.signature = signature  # that of the capture: others will differ by what steps read
-        if self._reads.version != version:
+        if reads.version != version:
             # Steps of several kinds have warmed up what has no graph.
             mixed = [each for each in kinds if not each.is_decided]
             for other in mixed:
@@ -322,7 +300,7 @@ class StepRun:
     def leave(self) -> None:
         """Prepare for a replay of graphs of others: move gradients out of the memory pool."""
         if self._last is not None:
-            self._last.engine.leave()
+            self._last.engine.invalidation.leave()
 
     def close(self) -> None:
         with ExitStack() as stack:  # graphs first
@@ -331,13 +309,11 @@ class StepRun:
             for kind in self._specializations.values():
                 stack.callback(kind.engine.close)
 
-    def _specialization(
-        self, arguments: Arguments
-    ) -> tuple[_Specialization, GraphsOfSignature[StepResult] | None]:
+    def _specialization(self, arguments: Arguments) -> tuple[_Specialization, _Found | None]:
         """Find the specialization of a call, and its graphs if a quick comparison finds them."""
         mode, last = self._mode(), self._last
-        if last is not None and (graphs := last.graphs_of(arguments, mode, self.backend.device.type)):
-            return last, graphs
+        if last is not None and (found := last.graphs_of(arguments, mode, self.backend.device.type)):
+            return last, found
         signature = self._signature(arguments, mode)
         if signature not in self._specializations:
             for kind in make_room(self._specializations, lambda kind: not kind.engine.graphs):
@@ -400,7 +376,7 @@ class StepRun:
         engine: StepEngine[StepResult] = StepEngine(
             self._context,
             guards,
-            lambda: habits.is_settled() and optimizers.is_settled() and self._replicas.is_settled(),
+            lambda: habits.is_settled() and optimizers.is_settled(),
             self._reads,
         )
         digest = digest_of(f"{_shapes(batch)} {mode}")
@@ -408,12 +384,12 @@ class StepRun:
 
     def _drop_all(self, reason: str) -> None:
         for kind in self._specializations.values():
-            kind.engine.drop(reason)
+            kind.engine.invalidation.drop(reason)
 
     def _eager(self, arguments: Arguments, reason: str) -> Any:
         self.counts.note_eager(reason)
         if self._last is not None:
-            self._last.engine.leave()
+            self._last.engine.invalidation.leave()
         if self._processes is not None:
             self._processes.begin(0)  # the digest of no specialization: no process replays
             self._processes.vote(Intent.EAGER)

@@ -33,12 +33,18 @@ _SORTED_AFTER = 2
 
 
 class DDPState:
-    """The state of wrappers on the host, which an eager step changes and a replay does not."""
+    """The state of wrappers on the host, which an eager step changes and a replay does not.
 
-    def __init__(self, wrappers: Iterable[DistributedDataParallel], check: Callable[[], None]) -> None:
+    Attributes:
+        is_broken: a backward pass was aborted, so that a reducer waits for gradients.
+    """
+
+    def __init__(
+        self, wrappers: Iterable[DistributedDataParallel] = (), check: Callable[[], None] = lambda: None
+    ) -> None:
         self.wrappers = [*wrappers]
         self._check = check
-        self._is_broken = False
+        self.is_broken = False
         self._averaged_steps = _SORTED_AFTER  # since a backward pass was aborted
 
     def record_times(self, does: bool) -> None:
@@ -73,18 +79,14 @@ class DDPState:
         try:
             yield
         except BaseException:
-            self._is_broken = any(map(_is_unfinished, self.wrappers))
+            self.is_broken = any(map(_is_unfinished, self.wrappers))
             raise
         finally:
             self.leave(before)
 
-    def is_broken(self) -> bool:
-        """True if a backward pass was aborted, so that a reducer waits for gradients."""
-        return self._is_broken
-
     def reset(self) -> None:
         """Reset the reducers after an aborted backward pass, in all processes: buckets are rebuilt."""
-        self._is_broken = False
+        self.is_broken = False
         self._averaged_steps = 0
         for ddp in self.wrappers:
             ddp.reducer._reset_state()

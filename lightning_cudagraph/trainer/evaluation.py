@@ -13,7 +13,7 @@ in the first forward pass after a training step: that batch runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +48,7 @@ from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.metrics.calls import Later
 
 # The one accumulation phase: evaluation has no gradients.
-_PLACE = AccumulationPhase(drops=True, steps=False)
+_ACCUMULATION = AccumulationPhase(drops=True, steps=False)
 # A capture is under `no_grad` instead, where this call would return False.
 _NO_INFERENCE_MODE = {
     torch.is_inference_mode_enabled: (
@@ -60,45 +60,115 @@ _NO_INFERENCE_MODE = {
 
 @dataclass
 class _Outputs:
-    """The static outputs of a captured evaluation step."""
+    """The static outputs of a captured evaluation step.
+
+    Attributes:
+        what: what the step returns, in words.
+    """
 
     returned: Any
+    what: str
     logs: LoggedStep
     recomputed: list[Recomputed]
+
+    def values(self) -> dict[str, Tensor]:
+        return {**self.logs.values(), **compared_outputs(self.returned, self.what)}
 
 
 @dataclass(kw_only=True, eq=False)
 class _EvaluationStep(Step[_Outputs]):
-    """The step of one batch."""
+    """The step of one batch.
 
-    evaluation: GraphedEvaluation
+    Attributes:
+        name: the method of the strategy, as of the module.
+        eagerly: the method itself.
+        indices: of the batch, and of its dataloader, if there are several.
+        others: calls that are refused in captures.
+    """
+
+    evaluation: CapturedRun
+    name: str
+    eagerly: Callable[..., Any]
     indices: tuple[int, ...]
     others: dict[Any, tuple[str, str]]
     returned: list[Any] = field(default_factory=list)
 
     def refresh(self, outputs: _Outputs | None) -> None:
-        self.evaluation._run.metrics.adopt()
+        self.evaluation.metrics.state.adopt()
 
     def run(self) -> None:
-        self.evaluation._run_eagerly(self)
+        with self.evaluation.logs.noted():
+            self.returned.append(self.eagerly(self.batch, *self.indices))
 
-    def record(self, batch: Any, cut: BreakGraph, timed: bool) -> _Outputs:
-        return self.evaluation._record(self, batch, capturing=True)
+    def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> _Outputs:
+        run, signature, indices = self.evaluation, self.signature, self.indices
+        trainer, capturing = run.trainer, cut is not None
+        called = (trainer.strategy, trainer.precision_plugin)
+        refuse_replaced_methods(run.module, None, run.settings.harmless, self.name, called)
+        arguments: list[Any] = [*indices]
+        if capturing and signature is not None and indices:
+            arguments[0] = run.numbers.noted(signature.reads, indices[0])
+        with (
+            unprofiled(trainer),
+            self._without_gradients(),
+            run.recorded(signature, batch, capturing, other_in_captures=self.others) as parts,
+        ):
+            try:
+                returned = self.eagerly(batch, *arguments)
+            except RuntimeError as error:
+                if "Inplace update to inference tensor" not in str(error):
+                    raise
+                raise CaptureError(
+                    f"`{self.name}` writes into a tensor that was made in inference mode, which a"
+                    " capture is not in.",
+                    "Pass `Trainer(inference_mode=False)`, or make the tensor in `setup`.",
+                ) from error
+        logged = run.logs.finished(parts.events, signature, capturing)
+        what = f"the output of `{self.name}`"
+        refuse_odd_outputs(returned, what)
+        return _Outputs(map_leaves(returned, self._detached), what, logged, parts.recomputed)
 
-    def rehearse(self, batch: Any) -> _Outputs:
-        return self.evaluation._record(self, batch, capturing=False)
-
-    def values(self, outputs: _Outputs) -> dict[str, Tensor]:
-        return self.evaluation._values(outputs)
+    def _detached(self, leaf: Any) -> Any:
+        if isinstance(leaf, Later):
+            leaf.refuse()
+        if not isinstance(leaf, Tensor):
+            return value_of(leaf)
+        if leaf.requires_grad and leaf.grad_fn is not None:
+            raise CaptureError(
+                f"The output of `{self.name}` holds a tensor with autograd's graph of one step,"
+                " which a replay cannot renew.",
+                "Return it detached: `tensor.detach()`.",
+            )
+        return leaf.detach()
 
     def state(self) -> dict[str, Tensor]:
-        return self.evaluation._state()
+        run = self.evaluation
+        buffers = {f"buffer `{name}`": buffer for name, buffer in run.module.named_buffers()}
+        return {**buffers, **run.metrics.state.tensors()}
 
     def transaction(self) -> AbstractContextManager[None]:
-        return self.evaluation._run.undone()
+        return self.evaluation.undone()
 
     def learning(self) -> AbstractContextManager[None]:
-        return self.evaluation._run.learning()
+        return self.evaluation.learning()
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Refuse a step that changes gradients: they belong to the training graphs."""
+        before = [
+            (name, p, p.grad, gradient_of(p)) for name, p in self.evaluation.module.named_parameters()
+        ]
+        try:
+            yield
+            for name, parameter, _, was in before:
+                if gradient_of(parameter) != was:
+                    raise CaptureError(
+                        f"`{self.name}` leaves gradients in `{name}`.",
+                        "Use `torch.autograd.grad`, which returns them.",
+                    )
+        finally:
+            for _, parameter, gradient, _ in before:
+                parameter.grad = gradient
 
 
 class GraphedEvaluation:
@@ -114,7 +184,6 @@ class GraphedEvaluation:
     ) -> None:
         check_evaluation(trainer, module, stage)
         self._trainer = trainer
-        self._module = module
         self._stage = stage
         self._step_name = f"{stage}_step"
         self._patches = ExitStack()
@@ -131,7 +200,6 @@ class GraphedEvaluation:
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
             wording=wording_of(stage),
         )
-        self._verifier = context.verifier
         self._engine: StepEngine[_Outputs] = StepEngine(context, run.guards)
 
     @property
@@ -142,11 +210,11 @@ class GraphedEvaluation:
     @property
     def stage(self) -> StageSummary:
         """Counts and times of the batches so far."""
-        return StageSummary.of(self._engine.counts, self._verifier.checked)
+        return StageSummary.of(self._engine.counts, self._engine.verifier.checked)
 
     @property
     def notes(self) -> list[str]:
-        notes = [*self._verifier.notes, *self._engine.notes, *self._run.metrics.notes]
+        notes = [*self._engine.verifier.notes, *self._engine.notes, *self._run.metrics.notes]
         return [f"evaluation: {note}" for note in notes]
 
     def start(self) -> None:
@@ -166,15 +234,18 @@ class GraphedEvaluation:
     def _step(self, batch: Any, *indices: int) -> Any:
         """Take a batch through its phase; replaces the strategy's method."""
         run = self._run
+        assert self._eager_step is not None
         # After the index of the batch comes that of the dataloader, if there are several.
         dataloader_idx = indices[1:]
         step = _EvaluationStep(
             batch,
-            _PLACE,
+            _ACCUMULATION,
             specialization={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
             numbers=run.numbers.of(indices[0]) if indices else {},
             eager_reason=run.replicas.reason_in_evaluation(),
-            evaluation=self,
+            evaluation=run,
+            name=self._step_name,
+            eagerly=self._eager_step,
             indices=indices,
             others=_NO_INFERENCE_MODE if torch.is_inference_mode_enabled() else {},
         )
@@ -187,80 +258,9 @@ class GraphedEvaluation:
             attribute.hand_over()
         run.replicas.evaluated()
         outputs.logs.hand_over(self._trainer)
-        run.metrics.count_references()
+        run.metrics.state.count_references()
         # Copies: Lightning keeps predictions, and the next replay overwrites static outputs.
         return map_leaves(outputs.returned, copied_leaf)
-
-    def _run_eagerly(self, step: _EvaluationStep) -> None:
-        assert self._eager_step is not None
-        with self._run.logs.noted():
-            step.returned.append(self._eager_step(step.batch, *step.indices))
-
-    def _record(self, step: _EvaluationStep, batch: Any, capturing: bool) -> _Outputs:
-        """Run a step on the static batch: in a capture, or else in a rehearsal."""
-        assert self._eager_step is not None
-        run, trainer, signature, indices = self._run, self._trainer, step.signature, step.indices
-        called = (trainer.strategy, trainer.precision_plugin)
-        refuse_replaced_methods(self._module, None, run.settings.harmless, self._step_name, called)
-        arguments: list[Any] = [*indices]
-        if capturing and signature is not None and indices:
-            arguments[0] = run.numbers.noted(signature.reads, indices[0])
-        with (
-            unprofiled(trainer),
-            self._without_gradients(),
-            run.recorded(signature, batch, capturing, other_in_captures=step.others) as parts,
-        ):
-            try:
-                returned = self._eager_step(batch, *arguments)
-            except RuntimeError as error:
-                if "Inplace update to inference tensor" not in str(error):
-                    raise
-                raise CaptureError(
-                    f"`{self._step_name}` writes into a tensor that was made in inference mode, which a"
-                    " capture is not in.",
-                    "Pass `Trainer(inference_mode=False)`, or make the tensor in `setup`.",
-                ) from error
-        logged = run.logs.finished(parts.events, signature, capturing)
-        refuse_odd_outputs(returned, f"the output of `{self._step_name}`")
-        return _Outputs(map_leaves(returned, self._detached), logged, parts.recomputed)
-
-    def _detached(self, leaf: Any) -> Any:
-        if isinstance(leaf, Later):
-            leaf.refuse()
-        if not isinstance(leaf, Tensor):
-            return value_of(leaf)
-        if leaf.requires_grad and leaf.grad_fn is not None:
-            raise CaptureError(
-                f"The output of `{self._step_name}` holds a tensor with autograd's graph of one step,"
-                " which a replay cannot renew.",
-                "Return it detached: `tensor.detach()`.",
-            )
-        return leaf.detach()
-
-    def _values(self, outputs: _Outputs) -> dict[str, Tensor]:
-        """Return the values to compare after the step, by name, in its order."""
-        returned = compared_outputs(outputs.returned, f"the output of `{self._step_name}`")
-        return {**outputs.logs.values(), **returned}
-
-    def _state(self) -> dict[str, Tensor]:
-        buffers = {f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()}
-        return {**buffers, **self._run.metrics.tensors()}
-
-    @contextmanager
-    def _without_gradients(self) -> Iterator[None]:
-        """Refuse a step that changes gradients: they belong to the training graphs."""
-        before = [(name, p, p.grad, gradient_of(p)) for name, p in self._module.named_parameters()]
-        try:
-            yield
-            for name, parameter, _, was in before:
-                if gradient_of(parameter) != was:
-                    raise CaptureError(
-                        f"`{self._step_name}` leaves gradients in `{name}`.",
-                        "Use `torch.autograd.grad`, which returns them.",
-                    )
-        finally:
-            for _, parameter, gradient, _ in before:
-                parameter.grad = gradient
 
 
 def wording_of(stage: Stage) -> Wording:

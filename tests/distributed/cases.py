@@ -48,13 +48,13 @@ from lightning_cudagraph import (
     UnsupportedError,
     Verification,
 )
-from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.dataflow import Flow
 from lightning_cudagraph.errors import PeerError, VerificationError
 from lightning_cudagraph.processes import failures
 from lightning_cudagraph.processes.shared_page import SharedPage
+from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times import baseline
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same, loader, make, train
 
@@ -543,19 +543,19 @@ class _Again:
         self.others = 0
 
     def __enter__(self) -> _Again:
-        self._again = again = StepEngine.again
+        self._replay = replay = TrainingSteps.replay
 
-        def counting(engine: Any, *args: Any) -> Any:
-            outputs = again(engine, *args)
+        def counting(steps: Any, *args: Any) -> Any:
+            outputs = replay(steps, *args)
             self.plain += outputs is not None
             self.others += outputs is None
             return outputs
 
-        StepEngine.again = counting  # type: ignore[method-assign]
+        TrainingSteps.replay = counting  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
-        StepEngine.again = self._again  # type: ignore[method-assign]
+        TrainingSteps.replay = self._replay  # type: ignore[method-assign]
 
 
 def same_numbers_on_the_short_way(here: Here) -> None:

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from lightning_cudagraph.capture.context import EngineContext
-from lightning_cudagraph.capture.steps import AccumulationPhase
+from lightning_cudagraph.capture.steps import AccumulationPhase, T
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.buckets import best_lengths
-
-T = TypeVar("T")
 
 # Batches of a signature before its warm-up begins.
 _BATCHES_TO_EARN = 8
@@ -114,10 +112,6 @@ class Admission(Generic[T]):
     def _are_many(self) -> bool:
         """True if many signatures have begun their warm-up, and none has come to its end."""
         return self._first is None and bool(self._run.counts.not_captured)
-
-    def is_later(self, signature: Signature) -> bool:
-        """True if others have graphs, in any engine, so that this one alone can be left without."""
-        return self._run.signatures.has_others(signature)
 
     def begin_warm_up(self, signature: Signature) -> None:
         is_later = self._run.earns_graphs and (len(self._graphs) > 0 or self._are_many)

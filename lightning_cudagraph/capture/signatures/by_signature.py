@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Replay, Step
+from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Step, T
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import HostReads
 from lightning_cudagraph.tensors.signatures import Signatures
 from lightning_cudagraph.tensors.static import StaticBatch
-
-T = TypeVar("T")
 
 _NOTHING: Mapping[str, Hashable] = {}
 
@@ -39,19 +37,20 @@ class GraphsOfSignature(Generic[T]):
     static: StaticBatch
     specialization: Mapping[str, Hashable]
     is_timed: bool
-    by_phase: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
+    by_accumulation: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
     plain: dict[AccumulationPhase, CapturedStep[T]] = field(default_factory=dict)
     last_use: int = 0
 
     @property
     def n_replays(self) -> int:
-        return sum(captured.n_replays for captured in self.by_phase.values())
+        return sum(captured.n_replays for captured in self.by_accumulation.values())
 
 
 class GraphsBySignature(Generic[T]):
     """The captured steps of one engine.
 
     Attributes:
+        all: those of all signatures.
         batches: number of batches so far, as a clock for uses.
         latest: the graphs of the latest replay; None if there is none, or if they are released.
     """
@@ -62,7 +61,7 @@ class GraphsBySignature(Generic[T]):
         self._device = device
         self._signatures = signatures
         self._graphs: dict[Signature, GraphsOfSignature[T]] = {}
-        self._all: list[CapturedStep[T]] = []
+        self.all: list[CapturedStep[T]] = []
         self._shares_reads = reads is not None
         self.reads = HostReads(user_location) if reads is None else reads
         self.batches = 0
@@ -74,22 +73,22 @@ class GraphsBySignature(Generic[T]):
     def __contains__(self, signature: Signature) -> bool:
         return signature in self._graphs
 
-    def signature_of(self, step: Replay[T]) -> Signature:
+    def signature_of(self, step: Step[T]) -> Signature:
         """Describe the batch of a step, and all else that its graph is specialised on."""
         return Signature(step.batch, self._device, step.specialization, self.reads, step.numbers)
 
     def get(self, signature: Signature, accumulation: AccumulationPhase) -> CapturedStep[T] | None:
         graphs = self._graphs.get(signature)
-        return None if graphs is None else graphs.by_phase.get(accumulation)
+        return None if graphs is None else graphs.by_accumulation.get(accumulation)
 
     def add(self, signature: Signature, step: Step[T], captured: CapturedStep[T]) -> None:
         if (graphs := self._graphs.get(signature)) is None:
             is_timed = self.is_timed(signature)
             graphs = GraphsOfSignature(signature, captured.static, step.specialization, is_timed)
             self._graphs[signature] = graphs
-        graphs.by_phase[step.accumulation] = captured
+        graphs.by_accumulation[step.accumulation] = captured
         self._signatures.captured(signature)
-        self._all.append(captured)
+        self.all.append(captured)
 
     def is_timed(self, signature: Signature) -> bool:
         """True if graphs of this signature have timing events: one signature's have, lest times mix."""
@@ -106,9 +105,6 @@ class GraphsBySignature(Generic[T]):
     def of(self, signature: Signature) -> GraphsOfSignature[T] | None:
         return self._graphs.get(signature)
 
-    def all(self) -> list[CapturedStep[T]]:
-        return self._all
-
     def clear_plain(self) -> None:
         """Let each captured step replay once off the fast path before it takes it again."""
         for graphs in self._graphs.values():
@@ -124,13 +120,13 @@ class GraphsBySignature(Generic[T]):
         if (graphs := self._graphs.pop(signature, None)) is None:
             return
         graphs.plain.clear()
-        self._all = [each for each in self._all if each not in graphs.by_phase.values()]
+        self.all = [each for each in self.all if each not in graphs.by_accumulation.values()]
         if self.latest is graphs:
             self.latest = None
         self._signatures.dropped([signature])
-        for captured in graphs.by_phase.values():
+        for captured in graphs.by_accumulation.values():
             captured.release()
-        graphs.by_phase.clear()  # a batch in its static batch may still refer to them
+        graphs.by_accumulation.clear()  # a batch in its static batch may still refer to them
 
     def least_recent(self) -> GraphsOfSignature[T] | None:
         return min(self._graphs.values(), key=lambda graphs: graphs.last_use, default=None)
@@ -169,10 +165,15 @@ class GraphsBySignature(Generic[T]):
                 return graphs, *leaves
         return None
 
-    def known(self, step: Replay[T]) -> GraphsOfSignature[T] | None:
+    def known(self, step: Step[T]) -> GraphsOfSignature[T] | None:
         """Return the graphs that a quick comparison shows to be of the step's signature, or None."""
         found = self.find(step.batch, step.numbers, step.specialization)
-        return None if found is None else found[0]
+        if found is None:
+            return None
+        graphs, tensors, values = found
+        if step.batch is not graphs.static.batch:
+            step.leaves = tensors, values
+        return graphs
 
     def maker(self, step: Step[T]) -> CapturedStep[T] | NotYet | None:
         """Return the captured step that makes the gradients to which this step adds.
@@ -184,5 +185,5 @@ class GraphsBySignature(Generic[T]):
         """
         if step.accumulation.drops:
             return None
-        makers = (graphs.by_phase.get(MAKES_GRADIENTS) for graphs in self._graphs.values())
+        makers = (graphs.by_accumulation.get(MAKES_GRADIENTS) for graphs in self._graphs.values())
         return next((maker for maker in makers if maker is not None), NOT_YET)

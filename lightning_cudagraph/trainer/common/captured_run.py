@@ -100,7 +100,9 @@ class CapturedRun:
         """Return the tracker of Lightning's loop that counts optimizer steps; None in an evaluation."""
 
     def guarded_values(self) -> GuardedValues:
-        return GuardedValues(self.metrics.described, self.precision, lambda: (self.metrics.fits(),))
+        return GuardedValues(
+            self.metrics.state.described, self.precision, lambda: (self.metrics.state.fits(),)
+        )
 
     def outside(self) -> OutsideModel:
         trainer = self.trainer
@@ -162,6 +164,6 @@ class CapturedRun:
             stack.enter_context(self.carried.inside(hooks))
             stack.callback(self.metrics.undo)  # before the audit compares, behind an error too
             yield RecordedParts(events, recomputed, audit)
-            self.metrics.write_back()
+            self.metrics.state.write_back()
             if audit is not None:
                 self.metrics.tell_reads(audit.mentioned)

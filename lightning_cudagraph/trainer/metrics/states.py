@@ -57,7 +57,7 @@ class StepMetrics:
         self._choice = MetricChoice(model, MetricTrials(model, trainer, backend, rules))
         if found_metrics(model):
             require(METRICS)
-        self._state = StaticState()
+        self.state = StaticState()
         self._live: WeakSet[GraphCall] = WeakSet()
         self._collections: WeakSet[MetricCollection] = WeakSet()
         self._undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -87,9 +87,9 @@ class StepMetrics:
 
     def prepare(self) -> None:
         """Give each state that will be in the graph a static tensor, before captures."""
-        self._state.forget(lambda attributes: self._is_kept(attributes))
+        self.state.forget(lambda attributes: self._is_kept(attributes))
         for name, metric in self._choice.in_graph.values():
-            keep_states(self._state, name, metric)
+            keep_states(self.state, name, metric)
 
     @contextmanager
     def recording(self, note: Callable[[MetricCall], None]) -> Iterator[None]:
@@ -121,10 +121,6 @@ class StepMetrics:
         """Guard the attributes, read in the capture, of metrics that are not in the graph."""
         self._reads.tell(mentioned, lambda metric, name: self._is_kept(vars(metric)))
 
-    def write_back(self) -> None:
-        """Copy the states into their static tensors, at the end of the step or of a part of it."""
-        self._state.write_back()
-
     def undo(self) -> None:
         """Undo the host part of calls at the end of the capture: it is repeated after each replay."""
         for own, before in self._undo:
@@ -134,25 +130,6 @@ class StepMetrics:
     def as_before(self) -> AbstractContextManager[None]:
         """Context in the middle of the step, in which metrics are as before the step."""
         return bound((own, *item) for own, before in self._undo for item in before.items())
-
-    def adopt(self) -> None:
-        """Copy states that the host has rebound into their static tensors, before a replay."""
-        self._state.adopt()
-
-    def count_references(self) -> None:
-        """Count references to states after a replay, before user code can take one."""
-        self._state.count_references()
-
-    def fits(self) -> bool:
-        """True if all states that the host has rebound can be copied into their static tensors."""
-        return self._state.fits()
-
-    def described(self) -> dict[str, str]:
-        """Shape and dtype of each state's current tensor, in words."""
-        return self._state.described()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self._state.tensors()
 
     def stays_on_host(self, module: Any) -> bool:
         """True if a module is a metric or a collection without calls in a graph."""

@@ -85,3 +85,11 @@ class GraphedOptimization(_AutomaticOptimization):
     ) -> GraphClosure:
         closure = super()._make_closure(kwargs, optimizer, batch_idx)
         return GraphClosure(closure, kwargs, batch_idx, call)
+
+    def count_zero_grads(self, number: int) -> None:
+        """Count the `zero_grad` calls inside a replay, as Lightning counts its own."""
+        zero_grad: Any = self.optim_progress.optimizer.zero_grad
+        for counts in (zero_grad.total, zero_grad.current):
+            counts.ready += number
+            counts.started += number
+            counts.completed += number

@@ -21,7 +21,8 @@ AROUND = ("run", "done", "on_advance_end", "on_iteration_done", "update_lr_sched
 OF_OPTIMIZATION = ("run", "_make_closure", "_optimizer_step")
 
 # Methods of the strategy that this package patches; a patch of other code on top has to be called.
-PATCHED = ("batch_to_device", "optimizer_step")
+TRANSFER = "batch_to_device"
+PATCHED = (TRANSFER, "optimizer_step")
 
 # Hooks and methods that are called between two steps, or instead of which the fast path does something.
 _OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")

@@ -23,7 +23,7 @@ from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 
-from lightning_cudagraph.capture.steps import Phase
+from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
 from lightning_cudagraph.compat.features import SHORT_WAY
 from lightning_cudagraph.compat.method_patches import MethodPatch, Original
 from lightning_cudagraph.compat.names.lightning_names import (
@@ -32,14 +32,13 @@ from lightning_cudagraph.compat.names.lightning_names import (
 )
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.trainer.config.support import callbacks_of, described_hook, is_overridden
-from lightning_cudagraph.trainer.training.conditions import AROUND, PATCHED, Conditions
+from lightning_cudagraph.trainer.training.conditions import AROUND, PATCHED, TRANSFER, Conditions
 from lightning_cudagraph.trainer.training.hooks.averages import Averages
 from lightning_cudagraph.trainer.training.hooks.batch_hooks import BatchHooks
 from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen, is_known, undisturbed
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times.host_times import LOADER, LOGGERS, SCHEDULERS
-from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
 
 @dataclass
@@ -89,7 +88,6 @@ class FastPath:
         self._trainer = run.trainer
         self._module = run.module
         self._steps = steps
-        self._transfer = steps.transfer
         self._loop = run.trainer.fit_loop.epoch_loop
         self._original = Original(self._loop, "advance")
         self._is_known = available(SHORT_WAY)
@@ -97,7 +95,7 @@ class FastPath:
         self._looked = False
         self._can = False
         self._hooks = BatchHooks(run, steps)
-        self.averages = Averages(run, lambda: steps.is_in_step)
+        self.averages = Averages(run)
         self._host = run.times.host
         self._disturbed = self._starts = self._ends = self._prepares = False
         self._validates = self._accumulates = False
@@ -266,7 +264,7 @@ class FastPath:
             with self._host.of_hook(self._module, _PREPARES):
                 batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
             self._look_again()
-        if (static := self._transfer.straight(batch)) is not None:
+        if (static := self._steps.to_static(batch)) is not None:
             return static
         names = vars(self._module)  # `nn.Module.__setattr__` is slow
         names["_current_fx_name"] = TRANSFER
@@ -281,7 +279,9 @@ class FastPath:
         steps = is_last or (batch_idx + 1) % window == 0
         if self._looked:
             self._host.look()
-            outputs = self._steps.again(batch, batch_idx, batch_idx % window == 0, steps)
+            syncs = steps and bool(self._run.replicas.wrappers)
+            accumulation = AccumulationPhase(batch_idx % window == 0, steps, syncs)
+            outputs = self._steps.replay(batch, batch_idx, accumulation)
             if outputs is not None:
                 return outputs
         self._host.abandon()
@@ -298,7 +298,7 @@ class FastPath:
         """Compare everything, and look for hooks again: user code has changed some of them."""
         self._looked = False
         self._run.guards.suspect()  # but not the clock, which goes on measuring
-        self._transfer.suspect()
+        self._steps.suspect()
 
     def _shows_metrics(self) -> bool:
         """True if loggers may be due; the connector decides."""

@@ -86,7 +86,7 @@ class GraphedTraining:
             module,
             backend,
             settings.scope,
-            lambda reason: self._engine.drop(reason),
+            lambda reason: self._engine.invalidation.drop(reason),
             self._announce,
         )
         self._times.host.waits.append(lambda: self._part.optimizer.outcomes.waited_s)
@@ -111,14 +111,14 @@ class GraphedTraining:
             on_give_up=self._part.let_go,
             around_replays=around_replays(trainer),
             on_capture=self._captured,
+            replicas=run.replicas,
         )
-        self._verifier = context.verifier
         self._engine: StepEngine[StepOutputs] = StepEngine(
             context,
             run.guards,
-            lambda: self._part.is_settled() and run.replicas.is_settled() and run.hooks.is_settled(),
+            lambda: self._part.is_settled() and run.hooks.is_settled(),
         )
-        self._steps = TrainingSteps(run, self._engine, self._verifier, self._recorder)
+        self._steps = TrainingSteps(run, self._engine, self._recorder)
         # Last, because it changes the optimizer: nothing after it may fail.
         self._part.prepare(trainer.optimizers[0])
 
@@ -173,25 +173,25 @@ class GraphedTraining:
     @property
     def is_in_step(self) -> bool:
         """True while a step is under way; hooks inside the step see that."""
-        return self._steps.is_in_step
+        return self._run.is_in_step
 
     def suspect(self) -> None:
         """Compare everything before the next replay: code other than training steps has run."""
         self._engine.pause()
-        self._steps.transfer.suspect()
+        self._steps.suspect()
         self._advance.suspect()
         self._times.pause()
         self._count()
 
     def leave(self) -> None:
         """Prepare for graphs of evaluation, which may write where those of training keep gradients."""
-        self._engine.leave()
+        self._engine.invalidation.leave()
 
     @property
     def stage(self) -> StageSummary:
         """Counts and times of the steps so far."""
-        remedy = self._engine.remedy
-        return StageSummary.of(self.counts, self._verifier.checked, self._times.pace, remedy)
+        remedy = self._engine.admission.remedy
+        return StageSummary.of(self.counts, self._engine.verifier.checked, self._times.pace, remedy)
 
     def finish(
         self, summary: RunSummary, notes: Sequence[str] = (), exception: BaseException | None = None
@@ -219,7 +219,12 @@ class GraphedTraining:
         self._times.count(counts.replayed, eager)
 
     def _notes(self) -> list[str]:
-        notes = [*self._verifier.notes, *self._engine.notes, *self.notes, *self._run.metrics.notes]
+        notes = [
+            *self._engine.verifier.notes,
+            *self._engine.notes,
+            *self.notes,
+            *self._run.metrics.notes,
+        ]
         untimed = self._recorder.untimed
         is_timed = self._run.settings.timings is not None
         if is_timed and is_step_compiled(self._module):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_cudagraph.checks.guards.guards import GuardedValues, OutsideModel
+from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.trainer.common.captured_run import CapturedRun
 from lightning_cudagraph.trainer.logs.shown import ShownValues
 from lightning_cudagraph.trainer.training.captured_step.optimizer_part import OptimizerPart
@@ -16,13 +17,20 @@ from lightning_cudagraph.trainer.training.times.run_times import RunTimes
 
 @dataclass
 class TrainingRun(CapturedRun):
-    """Shared state of one `fit` with graphs."""
+    """Shared state of one `fit` with graphs.
+
+    Attributes:
+        is_in_step: a step is under way; hooks inside the step see that.
+        marks: those of the timed eager step that is under way.
+    """
 
     times: RunTimes
     part: OptimizerPart
     optimization: GraphedOptimization = field(init=False, default_factory=GraphedOptimization)
     hooks: InnerHooks = field(init=False)
     shown: ShownValues = field(init=False, default_factory=ShownValues)
+    is_in_step: bool = field(init=False, default=False)
+    marks: StepMarks | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.hooks = InnerHooks(self.trainer, self.module, lambda: self.part.eager_reason is not None)
@@ -41,12 +49,12 @@ class TrainingRun(CapturedRun):
         return GuardedValues(
             lambda: {
                 **part.cheap_state(),
-                **metrics.described(),
+                **metrics.state.described(),
                 **replicas.described(),
                 "the hooks inside the step": hooks.named(),
             },
             lambda: {**part.optimizer.addresses(), **self.precision()},
-            lambda: (*part.quick_state(), *hooks.quick(), metrics.fits(), replicas.settings()),
+            lambda: (*part.quick_state(), *hooks.quick(), metrics.state.fits(), replicas.settings()),
         )
 
     def outside(self) -> OutsideModel:

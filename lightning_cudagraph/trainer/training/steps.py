@@ -1,47 +1,50 @@
-"""Training steps between Lightning's loop and the engine.
+"""Training steps between Lightning's loop and the engine: transfer of a batch, and its step.
 
 Lightning makes a closure for each batch and passes it to `Strategy.optimizer_step`, in which the whole
 step happens: there a batch is warmed up, captured or replayed. If the optimizer steps eagerly after the
 replay, or not at all on this batch, it happens in the call of the closure. On the fast path, the loop
-(`fast_path.py`) makes no closure and asks for the replay itself (`TrainingSteps.again`).
+(`fast_path.py`) makes no closure and asks for the replay itself (`TrainingSteps.replay`).
+
+Lightning moves a batch to the device, and a replay would copy it from there into the static inputs that
+the graph reads. If no user code sees the batch in between, one copy is enough: from the loader's memory,
+pinned or not, into the static inputs. User hooks, the user's own calls of `batch_to_device`, and eager
+steps get a batch of their own, which no later step overwrites.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar
 
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
-from torch import Tensor, nn
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.graph import BreakGraph
-from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Replay, Step
-from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
+from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
-from lightning_cudagraph.tensors.recomputed import detach_recomputed
+from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
 from lightning_cudagraph.timing.readings.step_time import Plain
-from lightning_cudagraph.trainer.training.after_replay import AfterReplay
 from lightning_cudagraph.trainer.training.captured_step.compiled_step import uncompiled
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
 from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
+from lightning_cudagraph.trainer.training.captured_step.training_step import TrainingStep
 from lightning_cudagraph.trainer.training.closures import GraphClosure
-from lightning_cudagraph.trainer.training.conditions import OF_OPTIMIZATION
-from lightning_cudagraph.trainer.training.eager_steps import EagerSteps
-from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen, is_known
+from lightning_cudagraph.trainer.training.conditions import OF_OPTIMIZATION, TRANSFER
+from lightning_cudagraph.trainer.training.hooks.user_hooks import batches_unseen, is_known
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.baseline import PlainSteps
-from lightning_cudagraph.trainer.training.times.host_times import AT_BREAKS
-from lightning_cudagraph.trainer.training.times.run_times import step_number
-from lightning_cudagraph.trainer.training.transfer import BatchTransfer
+from lightning_cudagraph.trainer.training.times.marked_steps import timed_closure
+from lightning_cudagraph.trainer.training.times.run_times import batch_of_step, step_number
 
 R = TypeVar("R")
 
@@ -54,28 +57,26 @@ class TrainingSteps:
             the fast path.
     """
 
-    transfer: BatchTransfer
-
-    def __init__(
-        self, run: TrainingRun, engine: StepEngine[StepOutputs], verifier: Verifier, recorder: Recorder
-    ) -> None:
+    def __init__(self, run: TrainingRun, engine: StepEngine[StepOutputs], recorder: Recorder) -> None:
         self._run = run
         # Read in every replay, so held directly.
-        self._part = run.part
+        self._trainer = run.trainer
         self._strategy = run.trainer.strategy
+        self._part = run.part
         self._optimization = run.optimization
         self._replicas = run.replicas
         self._clock = run.times.clock
         self._engine = engine
-        self._verifier = verifier
+        self._graphs = engine.graphs
         self._recorder = recorder
-        self._eager = EagerSteps(run)
         self._plain = PlainSteps(run.trainer, run.backend, run.settings)
-        self._after_replay = AfterReplay(run)
         self._n_without_loss = 0  # warm-up steps, in a row
         self.phase = Phase.EAGER
-        self.is_in_step = self.is_state_unread = False
+        self.is_state_unread = False
         self._is_in_optimizer = False  # in an eager step, whose closure the optimizer calls
+        self._are_batches_unseen: bool | None = None
+        # The graphs with the latest batch in their static inputs, and the loader's batch.
+        self._moved: tuple[GraphsOfSignature[StepOutputs], Any] | None = None
 
     def install(self, patches: ExitStack) -> None:
         """Patch Lightning where it moves batches and does their steps, until `patches` is closed."""
@@ -84,8 +85,81 @@ class TrainingSteps:
         run.optimization.install(loop, self._call_closure, self._engine.counts.note_eager, patches)
         self._eager_step = Original(strategy, "optimizer_step")
         patch_method(strategy, "optimizer_step", self._optimizer_step, patches)
-        self.transfer = BatchTransfer(run, self._engine)
-        patch_method(strategy, "batch_to_device", self.transfer, patches)
+        self._eager_transfer = Original(strategy, TRANSFER)
+        patch_method(strategy, TRANSFER, self._batch_to_device, patches)
+
+    def suspect(self) -> None:
+        """Look for hooks that see batches again: code other than training steps has run."""
+        self._are_batches_unseen = None
+
+    def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Patch of `Strategy.batch_to_device`."""
+        if self._run.module._current_fx_name != TRANSFER:
+            # User code that moves batches (a prefetching loader, for example) may keep them.
+            return self._eager_transfer(batch, *args, **kwargs)
+        self._moved = None
+        if self._trainer.state.stage is not RunningStage.TRAINING or not self._has_static():
+            return self._eager_transfer(batch, *args, **kwargs)
+        self.suspect()  # on Lightning's own path, any code may have run
+        static = self.to_static(batch)
+        if static is not None:
+            return static
+        is_timed = self._clock.is_due(self._run.steps_before)
+        with self._clock.copying() if is_timed else nullcontext():
+            return self._eager_transfer(batch, *args, **kwargs)
+
+    def to_static(self, batch: Any) -> Any:
+        """Copy a loader's batch into the static inputs if no user code sees it; else return None."""
+        if not self._has_static():
+            return None
+        if self._are_batches_unseen is None:
+            method = self._eager_transfer.now
+            by_lightning = getattr(method, "__func__", None) is Strategy.batch_to_device
+            self._are_batches_unseen = (
+                by_lightning and is_known(method) and batches_unseen(self._trainer, self._run.module)
+            )
+        if not self._are_batches_unseen:
+            return None
+        numbers: dict[str, int] = {}
+        if self._graphs.reads.is_any:
+            progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+            numbers = self._run.numbers.of(progress.ready)  # the batch is counted after its transfer
+        if (found := self._graphs.find(batch, numbers, from_loader=True)) is None:
+            return None
+        graphs, tensors, values = found
+        if self._clock.is_due(self._run.steps_before):
+            with self._clock.copying():
+                graphs.static.fill(tensors, values)
+        else:
+            graphs.static.fill(tensors, values)
+        self._moved = graphs, batch
+        return graphs.static.batch
+
+    def graphs_of(self, batch: Any) -> GraphsOfSignature[StepOutputs] | None:
+        """The graphs of a batch, if it is their static batch, which later replays overwrite."""
+        moved = self._moved
+        return moved[0] if moved is not None and batch is moved[0].static.batch else None
+
+    def own(self, batch: Any) -> Any:
+        """The batch for code that may keep it: a new transfer if `batch` is the static one."""
+        if self._moved is None or self.graphs_of(batch) is None:
+            return batch
+        # Without hooks: there were none when this batch arrived, and code may have set some since.
+        return move_data_to_device(self._moved[1], self._strategy.root_device)
+
+    def _use_own(self, closure: GraphClosure) -> None:
+        """Give an eager step a batch of its own, which later replays do not overwrite."""
+        before = closure.batch
+        if (batch := self.own(before)) is before:
+            return
+        closure.kwargs[next(iter(closure.kwargs))] = batch
+        results = self._trainer.fit_loop.epoch_loop._results
+        if results.batch is before:  # `self.log` takes the batch size from it
+            results.batch = batch
+
+    def _has_static(self) -> bool:
+        # Batches that only update batch norm are never replayed.
+        return not self._optimization._skip_backward and bool(self._graphs)
 
     def _optimizer_step(
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
@@ -95,7 +169,7 @@ class TrainingSteps:
         try:
             part.adopt(optimizer, not self._engine.given_up)
         except UnsupportedError as error:
-            self._engine.unsupported(error)
+            self._engine.invalidation.unsupported(error)
 
         def eagerly() -> Any:
             """Step eagerly, with the arithmetic of the captured step."""
@@ -124,18 +198,19 @@ class TrainingSteps:
                 self._clock.ended(None, step_number(run.trainer), is_next_due)
             return result
         body = StepBody(
+            closure,
             lambda inner: self._eager_step(optimizer, inner, model, **kwargs),
             part.optimizer,
+            True,
             lambda capturing: part.arithmetic(optimizer, capturing),
-            AccumulationPhase(closure.drops_gradients, True, self._replicas.syncs),
         )
-        return self._take(closure, body, eagerly)
+        return self._take(body, eagerly)
 
     def _plainly(self, plain: Plain, eagerly: Callable[[], R]) -> R:
         """Do a warm-up step that is not watched, to measure the eager step time."""
         self._engine.vote_on_plain_step()
         with (
-            setting(self, is_in_step=True),
+            setting(self._run, is_in_step=True),
             self._run.backend.on_side_stream(),
             uncompiled(self._run.module),
         ):
@@ -147,8 +222,11 @@ class TrainingSteps:
 
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
         def eagerly() -> Tensor | None:
-            self.transfer.use_own(closure)
-            return self._eager.call(closure, plain)
+            self._use_own(closure)
+            if (marks := self._run.marks) is None:
+                return plain()
+            with timed_closure(closure, marks):
+                return plain()
 
         if self._is_in_optimizer:
             with self._part.optimizer.floats_inside():
@@ -159,13 +237,8 @@ class TrainingSteps:
             if kind is not Plain.NOT:
                 return self._plainly(kind, eagerly)
         # The optimizer steps eagerly after the replay, or not at all on this batch.
-        body = StepBody(
-            lambda inner: inner(),
-            EagerOptimizer(self._part.optimizer.optimizer),
-            lambda capturing: nullcontext(),
-            AccumulationPhase(closure.drops_gradients, False, self._replicas.syncs),
-        )
-        return self._take(closure, body, eagerly)
+        optimizer = EagerOptimizer(self._part.optimizer.optimizer)
+        return self._take(StepBody(closure, lambda inner: inner(), optimizer, False), eagerly)
 
     def is_plain(self) -> bool:
         """True if no user code is called between a batch's arrival and its replay."""
@@ -182,81 +255,106 @@ class TrainingSteps:
             and not self._run.hooks.after_backward
         )
 
-    def again(self, batch: Any, batch_idx: int, drops: bool, steps: bool) -> StepOutputs | None:
+    def replay(self, batch: Any, batch_idx: int, accumulation: AccumulationPhase) -> StepOutputs | None:
         """Do a step on the fast path: a replay without a closure; None if more than that is due."""
         part, optimization = self._part, self._optimization
-        accumulation = AccumulationPhase(drops, steps, steps and bool(self._replicas.wrappers))
         if (
             part.eager_reason is not None
             or optimization._skip_backward
             or not part.is_of(self._strategy.optimizers[0])
-            or self._replicas.eager_reason(accumulation)
         ):
             return None
         # Lightning's own counters of optimizer steps.
         progress = optimization.optim_progress.optimizer.step
         total, current = progress.total, progress.current
-        timed = self._clock.is_due(total.completed)
-        replay = TrainingReplay(
+        step = TrainingStep(
             batch,
             accumulation,
-            timed,
+            self._clock.is_due(total.completed),
             numbers=self._run.numbers.of(batch_idx),
-            steps=self,
+            eager_reason=self._replicas.eager_reason(accumulation),
+            training=self._run,
+            recorder=self._recorder,
             batch_idx=batch_idx,
         )
-        if steps:
+        if accumulation.steps:
             total.ready += 1
             current.ready += 1
         with part.optimizer.outcomes.late(self.is_state_unread):
-            outputs = self._engine.again(replay, self.transfer.graphs_of(batch))
+            outputs = self._engine.replay(step, self.graphs_of(batch))
         if outputs is None:
-            if steps:
+            if accumulation.steps:
                 total.ready -= 1
                 current.ready -= 1
             return None
-        self._after_replay.after(outputs, accumulation, timed, wanted=False)
-        if steps:
+        self._run.logs.put_off(outputs.logs)
+        self._leave(outputs, step)
+        if accumulation.steps:
             total.completed += 1
             current.completed += 1
         return outputs
 
-    def outputs(self, outputs: StepOutputs) -> dict[str, Any]:
-        """Copies of the static outputs of the last replay, as hooks get them."""
-        return self._after_replay.outputs(outputs)
+    def _leave(self, outputs: StepOutputs, step: TrainingStep) -> None:
+        """Leave the state that Lightning has at the end of an eager step, but for logged values."""
+        run, accumulation, trainer = self._run, step.accumulation, self._trainer
+        self._replicas.replayed(accumulation)
+        self._optimization.count_zero_grads(outputs.zero_grads)
+        for attribute in outputs.recomputed:
+            attribute.hand_over()
+        run.metrics.state.count_references()
+        if outputs.after_backward:
+            run.hooks.run_after_backward()
+        marks = outputs.marks if step.timed else None
+        steps = self._optimization.optim_progress.optimizer_steps
+        is_next_due = self._clock.is_due(steps + accumulation.steps)
+        self._clock.ended(marks, step_number(trainer), is_next_due, *batch_of_step(trainer))
+        graphs = self._graphs.latest
+        if graphs is None or not graphs.is_timed:
+            run.times.pace.pause()
+        elif accumulation.steps:
+            run.times.pace.tick(Phase.CAPTURED)
 
-    def _take(self, closure: GraphClosure, body: StepBody, eagerly: Callable[[], R]) -> R | Tensor:
+    def outputs(self, outputs: StepOutputs, loss: Tensor | None = None) -> dict[str, Any]:
+        """Copies of the static outputs of the last replay, as hooks get them."""
+        # Callbacks keep outputs, and the next replay overwrites the static ones.
+        loss = outputs.loss.clone() if loss is None else loss
+        return {"loss": loss, **map_leaves(outputs.extra, copied_leaf)}
+
+    def _take(self, body: StepBody, eagerly: Callable[[], R]) -> R | Tensor:
         """Do a step with one of Lightning's closures: eagerly, by capture, or by replay."""
-        run, accumulation = self._run, body.accumulation
+        run, closure = self._run, body.closure
+        accumulation = AccumulationPhase(
+            closure.drops_gradients, body.has_optimizer, self._replicas.syncs
+        )
         run.hooks.watch(closure, self._part.optimizer.optimizer)
         run.logs.settle()
-        timed = self._clock.is_due(run.steps_before)
         returned: list[R] = []
         step = TrainingStep(
             closure.batch,
             accumulation,
-            timed,
+            self._clock.is_due(run.steps_before),
             numbers=run.numbers.of(closure.batch_idx),
-            eager_reason=run.replicas.eager_reason(accumulation),
-            steps=self,
+            eager_reason=self._replicas.eager_reason(accumulation),
+            training=run,
+            recorder=self._recorder,
             batch_idx=closure.batch_idx,
-            closure=closure,
             body=body,
             eagerly=lambda: returned.append(eagerly()),
         )
-        checked = self._verifier.checked
-        with setting(self, is_in_step=True):
-            self.phase, outputs = self._engine.step(step)
-        if self.phase is not Phase.CAPTURED or self._verifier.checked != checked:
+        verifier, checked = self._engine.verifier, self._engine.verifier.checked
+        with setting(run, is_in_step=True):
+            self.phase, outputs = self._engine.step(step, self.graphs_of(step.batch))
+        if self.phase is not Phase.CAPTURED or verifier.checked != checked:
             self._clock.interrupted()
-        if self._verifier.checked != checked:
+        if verifier.checked != checked:
             run.times.pace.pause()  # a check takes several replays and an eager step
         if outputs is not None:
-            given = self._after_replay.after(outputs, accumulation, timed, wanted=True)
-            assert given is not None
-            loss: Tensor = given.pop("loss")
+            loss = outputs.logs.hand_over(self._trainer)
+            assert loss is not None
+            given = self.outputs(outputs, loss)
+            self._leave(outputs, step)
             closure._result = ClosureResult(None, extra=given)
-            closure._result.loss = loss
+            closure._result.loss = given.pop("loss")
             return loss
         if self.phase is Phase.WARMING:
             run.logs.warmed_up((accumulation, step.signature), closure.batch)
@@ -267,7 +365,7 @@ class TrainingSteps:
             run.times.pace.tick(self.phase)
         return returned[0]
 
-    def _look_for_loss(self, closure: GraphClosure, step: Step[StepOutputs]) -> None:
+    def _look_for_loss(self, closure: GraphClosure, step: TrainingStep) -> None:
         """Leave a path without a loss eager; refuse steps of which as many as a warm-up have none."""
         if closure._result is None or closure._result.closure_loss is not None:
             self._n_without_loss = 0
@@ -278,129 +376,4 @@ class TrainingSteps:
         if not self._engine.refuses_alone(step.signature, error) and (
             self._n_without_loss >= self._run.settings.warmup_steps
         ):
-            self._engine.unsupported(error, step.signature)
-
-
-@dataclass(kw_only=True, eq=False)
-class TrainingReplay(Replay[StepOutputs]):
-    """A training step on the fast path, without a closure."""
-
-    steps: TrainingSteps
-    batch_idx: int
-
-    def refresh(self, outputs: StepOutputs | None) -> None:
-        """Bring host values (learning rates, metric states, logs) to where the graph reads them."""
-        steps = self.steps
-        if self.accumulation.steps:
-            steps._part.optimizer.note_moves()
-        steps._run.metrics.adopt()
-        steps._run.logs.before_replay(None if outputs is None else outputs.logs)
-
-    def before_timed(self, outputs: StepOutputs) -> None:
-        self.steps._clock.upcoming(outputs.marks)
-
-    def copying(self) -> AbstractContextManager[None]:
-        return self.steps._clock.copying()
-
-    def between(self, outputs: StepOutputs, index: int) -> None:
-        steps = self.steps
-        run, prepared = steps._run, steps._part.optimizer
-        closure = run.optimization.closure_for_capture(
-            OrderedDict(batch=self.batch),
-            run.trainer.strategy.optimizers[0],
-            self.batch_idx,
-            steps._call_closure,
-        )
-        run.hooks.watch(closure, prepared.optimizer)
-        optimizer = prepared if self.accumulation.steps else EagerOptimizer(prepared.optimizer)
-        with setting(steps, is_in_step=True), run.times.host.of(AT_BREAKS):
-            steps._after_replay.in_the_middle(outputs, index, closure, optimizer)
-
-
-@dataclass(kw_only=True, eq=False)
-class TrainingStep(TrainingReplay, Step[StepOutputs]):
-    """A training step with one of Lightning's closures."""
-
-    closure: GraphClosure
-    body: StepBody
-    eagerly: Callable[[], object]
-
-    def between(self, outputs: StepOutputs, index: int) -> None:
-        self.steps._after_replay.in_the_middle(outputs, index, self.closure, self.body.optimizer)
-
-    def run(self) -> None:
-        self.steps._eager.run(self.eagerly)
-
-    def run_last(self) -> None:
-        if self.steps._run.settings.timings is None:
-            self.run()
-        else:
-            self.steps._eager.run_marked(self.eagerly, self.accumulation.steps)
-
-    def record(self, batch: Any, cut: BreakGraph, timed: bool) -> StepOutputs:
-        steps, signature = self.steps, self.signature
-        run = steps._run
-        assert signature is not None
-        step_kind = self.accumulation, signature
-        with run.replicas.undone():  # each capture instance begins in the same state
-            timings = run.settings.timings if timed else None
-            outputs = steps._recorder.record(
-                batch, self.closure, self.body, timings, cut, step_kind, signature.reads
-            )
-        outputs.is_measured = steps._engine.graphs.is_timed(signature)
-        return outputs
-
-    def rehearse(self, batch: Any) -> StepOutputs:
-        step_kind = self.accumulation, self.signature
-        return self.steps._recorder.record(batch, self.closure, self.body, None, None, step_kind)
-
-    def values(self, outputs: StepOutputs) -> dict[str, Tensor]:
-        return outputs.values()
-
-    def state(self) -> dict[str, Tensor]:
-        part, metrics = self.steps._part, self.steps._run.metrics
-        return {**part.state(self.accumulation, self._makes_gradients()), **metrics.tensors()}
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        steps = self.steps
-        self.body.optimizer.bring_state()
-        with steps._recorder.undone(), steps._part.undone(), steps._run.undone():
-            yield
-
-    @contextmanager
-    def learning(self) -> Iterator[None]:
-        run = self.steps._run
-        detach_recomputed(run.module)  # first, because the watch of effects keeps references
-        with run.hooks.learning(), run.learning():
-            yield
-
-    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        return self.steps._part.parameters(self._makes_gradients())
-
-    def _makes_gradients(self) -> bool:
-        """True for a step that drops gradients and makes new ones, False for one that adds to them."""
-        return self.accumulation.drops and not self.steps._run.hooks.leave_gradients
-
-    def is_followed_by_user_code(self) -> bool:
-        run = self.steps._run
-        return self.steps._part.eager_reason is not None or not gradients_unseen(run.trainer, run.module)
-
-    @property
-    def in_window(self) -> bool:
-        return self.steps._run.trainer.accumulate_grad_batches > 1
-
-    @property
-    def are_added_to(self) -> bool:
-        return self.in_window or self.steps._run.hooks.leave_gradients
-
-    @property
-    def timed_instances(self) -> tuple[bool, ...]:
-        run = self.steps._run
-        return run.times.timed_instances(self.accumulation, run.trainer.accumulate_grad_batches)
-
-    def is_broken(self) -> bool:
-        return self.steps._run.replicas.is_broken()
-
-    def repair(self) -> None:
-        self.steps._run.replicas.reset()
+            self._engine.invalidation.unsupported(error, step.signature)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
 from lightning_cudagraph.tensors.batch import compared_outputs
 from lightning_cudagraph.tensors.local import local
@@ -48,7 +47,6 @@ class StepOutputs:
             hook drops them.
         after_backward: `on_after_backward` runs on the host, after the replay.
         recomputed: attributes of modules that hooks of torch have set.
-        is_measured: step times are those of replays of this batch signature.
     """
 
     loss: Tensor
@@ -60,7 +58,6 @@ class StepOutputs:
     breaks: list[HostBreak] = field(default_factory=list)
     after_backward: bool = False
     recomputed: list[Recomputed] = field(default_factory=list)
-    is_measured: bool = True
 
     def values(self) -> dict[str, Tensor]:
         """Tensors to compare right after the step, by name, in the order of the step."""
@@ -81,14 +78,14 @@ class StepBody:
     """The captured part of a step.
 
     Attributes:
+        closure: Lightning's own, of the batch.
+        run: runs the step with a closure.
+        has_optimizer: the optimizer steps in it.
         arithmetic: context around the step; its argument is True in a capture.
     """
 
+    closure: GraphClosure
     run: Callable[[GraphClosure], object]
     optimizer: EagerOptimizer
-    arithmetic: Callable[[bool], AbstractContextManager[None]]
-    accumulation: AccumulationPhase
-
-    @property
-    def has_optimizer(self) -> bool:
-        return self.accumulation.steps
+    has_optimizer: bool
+    arithmetic: Callable[[bool], AbstractContextManager[None]] = lambda capturing: nullcontext()

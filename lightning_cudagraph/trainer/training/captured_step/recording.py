@@ -57,7 +57,6 @@ class Recorder:
     def record(
         self,
         batch: Any,
-        closure: GraphClosure,
         body: StepBody,
         timings: LayerTimings | None,
         cut: BreakGraph | None,
@@ -70,7 +69,7 @@ class Recorder:
             step_kind: the kind of step: its accumulation phase and batch signature.
             reads: in a capture, notes what the step reads of numbers that move.
         """
-        capturing = cut is not None
+        capturing, closure = cut is not None, body.closure
         with going_on():
             body.optimizer.check_state()
         if body.has_optimizer:
@@ -123,7 +122,7 @@ class Recorder:
 
             def break_graph(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
                 nonlocal taken, uncounted
-                self._metrics.write_back()
+                self._metrics.state.write_back()
                 part = self._logs.finished(parts.events[taken:], step_kind, capturing, is_last=False)
                 breaks.append(HostBreak(whose, part, uncounted, run, parts.recomputed.so_far()))
                 taken, uncounted = len(parts.events), 0

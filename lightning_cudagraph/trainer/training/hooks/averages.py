@@ -8,7 +8,7 @@ warm-up, guards and verification, which is replayed where the hook makes the cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,9 +37,8 @@ _COUNT = "n_averaged"
 class Averages:
     """The averages of one `fit`; an update inside a training step is part of that."""
 
-    def __init__(self, run: TrainingRun, is_in_step: Callable[[], bool]) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         self._run = run
-        self._is_in_step = is_in_step
         self._patches = ExitStack()
         self._found: list[_Average] = []
 
@@ -53,7 +52,7 @@ class Averages:
         for holder, held in holders:
             for model in held:
                 if isinstance(model, AveragedModel) and _is_torchs(model.update_parameters):
-                    average = _Average(model, type(holder).__qualname__, self._run, self._is_in_step)
+                    average = _Average(model, type(holder).__qualname__, self._run)
                     patch_method(model, "update_parameters", average, self._patches)
                     self._found.append(average)
 
@@ -76,15 +75,12 @@ def _is_torchs(update: Any) -> bool:
 class _Average:
     """Patch of one model's `update_parameters`."""
 
-    def __init__(
-        self, model: AveragedModel, holder: str, run: TrainingRun, is_in_step: Callable[[], bool]
-    ) -> None:
+    def __init__(self, model: AveragedModel, holder: str, run: TrainingRun) -> None:
         self.holder = holder
         self.refused = ""
         self._model = model
         self._original = Original(model, "update_parameters")
         self._run = run
-        self._is_in_step = is_in_step
         self._source: nn.Module | None = None
         self._update: StepRun | None = None
         # The counter as the last update has left it: greater than zero.
@@ -93,7 +89,7 @@ class _Average:
 
     def __call__(self, model: nn.Module) -> None:
         is_torchs = _is_torchs(self._original.now)
-        if is_torchs and not self.refused and not self._is_in_step() and self._has_begun():
+        if is_torchs and not self.refused and not self._run.is_in_step and self._has_begun():
             try:
                 if self._replayed(model):
                     return

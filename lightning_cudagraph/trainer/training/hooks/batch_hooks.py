@@ -43,7 +43,6 @@ class BatchHooks:
         self._shown = run.shown
         self._host = run.times.host
         self._steps = steps
-        self._transfer = steps.transfer
 
     def start(self, batch: Any, batch_idx: int) -> tuple[Any, Any]:
         """Call the hooks before a step; return its batch, and the answer of the module's hook."""
@@ -91,9 +90,9 @@ class BatchHooks:
 
     def _readable(self, batch: Any, hook: Any, position: int) -> Any:
         """The batch, or one that no replay overwrites, if the hook reads it and may keep it."""
-        if self._transfer.graphs_of(batch) is None or ignores(hook, position) or is_known(hook):
+        if self._steps.graphs_of(batch) is None or ignores(hook, position) or is_known(hook):
             return batch
-        own = self._transfer.own(batch)
+        own = self._steps.own(batch)
         self._trainer.fit_loop.epoch_loop._results.batch = own
         return own
 

@@ -21,6 +21,7 @@ from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
+from lightning_cudagraph.trainer.training.conditions import TRANSFER
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_optimizers, timed_stages
 from lightning_cudagraph.trainer.training.times.run_times import (
     RunTimes,
@@ -28,7 +29,6 @@ from lightning_cudagraph.trainer.training.times.run_times import (
     ended_by,
     step_number,
 )
-from lightning_cudagraph.trainer.training.transfer import TRANSFER
 
 _runs = 0
 

@@ -1,0 +1,113 @@
+"""Replay of a captured step, verified against an eager step from the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from torch import Tensor
+
+from lightning_cudagraph.capture.context import EngineContext
+from lightning_cudagraph.capture.graph import CapturedStep
+from lightning_cudagraph.capture.invalidation import Invalidation
+from lightning_cudagraph.capture.steps import Step, T
+from lightning_cudagraph.checks.guards.remedies import kind_of
+from lightning_cudagraph.checks.verify.tape import TapeDifference
+from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
+
+
+@dataclass
+class Verified(Generic[T]):
+    """The outcome of a verified replay.
+
+    Attributes:
+        eager_reason: the reason why the step must run eagerly: nothing of it has happened.
+        outputs: the static outputs. None if the step must run eagerly, or is still to be replayed.
+    """
+
+    eager_reason: str
+    outputs: T | None = None
+
+
+def replay_verified(
+    engine: EngineContext[T],
+    invalidation: Invalidation[T],
+    step: Step[T],
+    captured: CapturedStep[T],
+    launch: Callable[[bool], T],
+) -> Verified[T]:
+    """Run a step by a replay that is verified against an eager step.
+
+    Args:
+        launch: replays on the step's batch, without graph breaks; its argument is True to time it.
+    """
+    backend, verifier, is_alone = engine.run.backend, engine.run.verifier, engine.run.agreement is None
+    replays = 0
+
+    def undone() -> AbstractContextManager[None]:
+        # The first verifications have learned the host effects of every step. They are undone only
+        # in a recheck, after a change that the step may depend on.
+        return engine.guards.effects.undone() if suspicion and is_alone else nullcontext()
+
+    def rehearse(batch: Any) -> T:
+        return step.record(batch, None, timed=False)
+
+    def eagerly(rehearse: Callable[[Any], T] = rehearse) -> dict[str, Tensor]:
+        with step.transaction(), backend.on_side_stream(), undone():
+            captured.static.copy_from(step.batch)
+            return captured.run_eagerly(rehearse).values()
+
+    def replay() -> tuple[T, dict[str, Tensor]]:
+        nonlocal replays
+        replays += 1
+        if replays > 1:
+            # Instances with different host numbers would look like nondeterministic kernels.
+            captured.turn_back(timed)
+        put_back_gradients()
+        outputs = launch(timed)
+        return outputs, outputs.values()
+
+    def put_back_gradients() -> None:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+    def trace() -> tuple[TapeDifference | None, dict[str, Tensor]]:
+        def taped(batch: Any) -> T:
+            with captured.tape.compared(state):
+                return rehearse(batch)
+
+        outputs = eagerly(taped)
+        put_back_gradients()
+        return captured.tape.difference, outputs
+
+    timed = captured.kind_to_prove(step.timed)
+    captured.gradients.adopt()
+    before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
+    suspicion = engine.guards.suspicions.of(captured)
+    outputs: T | None = None
+    try:
+        state = step.all_state(captured.written)
+        if captured.is_checked_apart:
+            # The verification skips graph breaks; the step itself is replayed after it.
+            with captured.gradients.kept():
+                verifier.check(captured, state, eagerly, replay, False, trace, suspicion)
+        else:
+            outputs = verifier.check(captured, state, eagerly, replay, True, trace, suspicion)
+    except UnsupportedError as error:
+        if not is_alone and not isinstance(error, VerificationError):
+            raise  # the other processes are in the middle of the verification
+        if not captured.is_checked_apart:
+            put_back_gradients()
+        signature = step.signature
+        if signature is not None and not captured.n_replays and len(engine.graphs) > 1:
+            invalidation.admission.refuse(signature, error)
+        elif isinstance(error, StaleGraphError):
+            invalidation.drop(error.reason)
+            return Verified(kind_of(error.reason))
+        else:
+            invalidation.unsupported(error)
+        return Verified(error.reason)
+    engine.guards.clear_suspicion(captured)
+    return Verified("", outputs)
