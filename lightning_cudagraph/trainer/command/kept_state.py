@@ -36,7 +36,8 @@ class KeptState:
         self._walk.put_back()
         for write, state in self._generators:
             write(state)
-        left = [moved.words for moved in self._walk.changes()]
+        moves = self._walk.changes()
+        left = [*dict.fromkeys(each.words if each.path else f"{self._name} changed" for each in moves)]
         written = sum(tensor._version != version for tensor, version in self._versions)
         if written:
             left.append(f"{written} tensor(s) of {self._name} were written")
