@@ -340,7 +340,6 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
         recipe = "kept_tensors"
     elif _holds_tensors(change.now) and _is_returnable(change, where):
         remedy += f" If later steps read it, keep the last ones: {_LAST}."
-        recipe = "kept_tensors"
     elif _holds_tensors(change.now):
         remedy = _to_keep(change, keep)
         recipe = "forward_hooks"

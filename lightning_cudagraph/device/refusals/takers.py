@@ -62,8 +62,6 @@ _SIZE = (
     " `torch.arange(size, device=x.device) < length`. Or count it in the collate function, and pass"
     " it with the batch as a whole number: each has a graph." + see("indices_and_lengths")
 )
-
-
 _OF_ITEMS = {
     KEY: 'Make the table a tensor, `self.register_buffer("table", torch.tensor([...]))`, and index it'
     " with the tensor itself, without a loop: `self.table[y]`." + see("loops"),
