@@ -37,6 +37,15 @@ def see(recipe: str) -> str:
     return f" See docs/recipes/{recipe}.md."
 
 
+# In texts of objects without one of their own; another in each run, and of no use to the reader.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def without_addresses(text: str) -> str:
+    """A text without addresses of memory, as in `<Net object at 0x7f02891ab850>`."""
+    return _ADDRESS.sub("", text)
+
+
 @dataclass(frozen=True)
 class Location:
     """A line of source, and the line of a library that it comes to, if it does."""
@@ -201,8 +210,8 @@ class UnsupportedError(CUDAGraphError):
         self, what: str, remedy: str, *, in_optimizer: bool = False, location: Location | None = None
     ) -> None:
         super().__init__(what, remedy)
-        self.what = what
-        self.remedy = remedy
+        self.what = without_addresses(what)
+        self.remedy = without_addresses(remedy)
         self.in_optimizer = in_optimizer
         self.location = location
         self.is_effect = False
@@ -242,7 +251,7 @@ class UnsupportedError(CUDAGraphError):
         Args:
             ended_by: what has ended the search before the end of the step, in words; or nothing.
         """
-        self.search_ended_by = ended_by
+        self.search_ended_by = without_addresses(ended_by)
         known = {finding.key for finding in self.findings}
         new = [finding for finding in found if finding.key not in known]
         first, *others = together([*self.findings, *new])

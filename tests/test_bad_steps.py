@@ -7,6 +7,7 @@ import random
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -522,6 +523,106 @@ class LoopsOverLengths(Reads):
             x = x + n
 
 
+class CutsLengths(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        for i, n in enumerate(y.tolist()):  # BAD
+            x[i, :n].sum()
+
+
+class CutsLengthsElsewhere(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        _mask_of(y.tolist(), x.size(1))  # BAD
+
+
+def _mask_of(lengths: list[int], size: int) -> Tensor:
+    mask = torch.zeros(len(lengths), size)
+    for i, n in enumerate(lengths):
+        mask[i, :n] = 1
+    return mask
+
+
+class CutsSegments(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        start = 0
+        for end in y.cumsum(0).tolist():  # BAD
+            x.view(-1)[start:end].sum()
+            start = end
+
+
+class LooksUp(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        weights = [1.0] * 12
+        torch.tensor([weights[c] for c in y.tolist()])  # BAD
+
+
+class CountsAtPlaces(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        counts = torch.zeros(12, 12)
+        for i, j in zip(y.tolist(), y.tolist(), strict=True):  # BAD
+            counts[i, j] += 1
+
+
+class LongestOfAll(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        for _ in range(max(y.tolist())):  # BAD
+            x = x * 0.9
+
+
+class CutsABox(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        middle = int(y[0])  # BAD
+        start, end = max(middle - 2, 0), min(middle + 2, 4)
+        x[:, start:end].sum()
+
+
+class AtLeastOne(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        x.sum() / max(1, y.sum())  # BAD
+
+
+class ChoosesFurtherDown(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        chance = torch.rand(1, device=x.device).item()  # BAD
+        x = x.flip(1) if chance < 0.5 else x
+
+
+class KeepsFurtherDown(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        kept: list[float] = []
+        value = x.sum().item()  # BAD
+        kept.append(value)
+
+
+class CutsByChanceInAFunction(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        ratio = random.random()  # BAD
+        start, end = _box(x.size(1), ratio)
+        x.clone()[:, start:end] = 0
+
+
+def _box(size: int, ratio: float) -> tuple[int, int]:
+    width = int(size * ratio)
+    return 0, width
+
+
+class Grows(Reads):
+    bank = torch.zeros(0, 12)
+
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.bank = torch.cat([self.bank.to(x.device), x])  # BAD
+
+
+class KeepsLosses(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: deque[Tensor] = deque(maxlen=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = Net.training_step(self, batch, batch_idx)["loss"]
+        self.losses.append(loss.detach())  # BAD
+        return loss + torch.stack([*self.losses]).mean()
+
+
 class SetsTheRate(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         for group in self.trainer.optimizers[0].param_groups:
@@ -622,6 +723,7 @@ class KeepsADictionary(Reads):
 
 PLACES = "Index with a tensor of places: `places = (pointer + torch.arange(n"
 MASK = "leave the rest out by a mask, `torch.arange("
+BOX = "choose by a mask: `at = torch.arange(len(x), device=x.device)`"
 SIZE = "Use a size that is the same in every step, the largest one"
 WRITE = "tensor without dimensions.*`x[index.view(1)] = y`"
 BEST = "Keep it in a registered buffer.*`self.best.copy_(torch.where("
@@ -630,7 +732,7 @@ REMEDIES: dict[type[Net], str] = {
     Factor: "a tensor as `alpha`.*`x.add_(factor * y)` for `x.add_(y, alpha=factor)`",
     Pointer: PLACES,
     PointerItem: PLACES,
-    PointerInSlice: PLACES,
+    PointerInSlice: BOX,
     PointerOfColumns: PLACES,
     NotItself: "Count in a buffer, `self.bad",
     Covariance: "`scale_tril=torch.linalg.cholesky_ex(covariance)[0]`",
@@ -643,13 +745,26 @@ REMEDIES: dict[type[Net], str] = {
     LoopsOverNumber: "Loop as often as is needed at most, and leave out what is beyond",
     LoopsOverClasses: "`torch.unique`.*`.tolist()`.*`for c in range(num_classes)`, with a mask",
     LoopsOverLengths: "Loop over the tensor itself, `for each in x`",
+    CutsLengths: f"Loop over the tensor itself, `for each in x`.*{MASK}",
+    CutsLengthsElsewhere: f"Loop over the tensor itself, `for each in x`.*{MASK}",
+    CutsSegments: BOX,
+    LooksUp: "Make the table a tensor, `self.register_buffer(.*`self.table[y]`",
+    CountsAtPlaces: "add at all places at once.*accumulate=True)`.*docs/recipes/loops.md",
+    LongestOfAll: "Loop as often as is needed at most, and leave out what is beyond",
+    CutsABox: BOX,
+    AtLeastOne: "`x.clamp(min=1)` for `max(1, x)`",
+    ChoosesFurtherDown: "Compute both, and choose with `torch.where`",
+    KeepsFurtherDown: "Return the tensor from the step.*`on_train_batch_end`",
+    CutsByChanceInAFunction: "Move an augmentation.*to `on_after_batch_transfer`",
+    Grows: "changes `bank`.*Keep one size from the first step on.*docs/recipes/kept_tensors.md",
+    KeepsLosses: "changes `losses`.*If later steps read it, keep the last ones: a registered buffer",
     SetsTheRate: "changes `param_groups[0]['lr']` of the.*Set it in `on_train_batch_start`, or let a",
     SetsTheDecay: "changes `param_groups[0]['weight_decay']` of the.*Set it in `on_train_batch_start`",
     CallsAScheduler: "use of `LRScheduler.step`.*Call it in `on_train_batch_start`",
     MaskCompared: "Always pass the mask.*docs/recipes/attention_masks.md",
     MaskOfAnotherName: "Always pass the mask.*docs/recipes/attention_masks.md",
     LeavesOutABatch: "on a tensor.*Return the loss of every batch.*`optimizer.found_inf = self.skip`",
-    FlipsByChance: "`x = torch.where(torch.rand((), device=x.device) < p, f(x), x)`",
+    FlipsByChance: "Move an augmentation.*`x = torch.where(torch.rand((), device=x.device) < p",
     Number: "use the tensor itself",
     Index: "tensor without dimensions.*`x[index.view(1)][0]`",
     IndexOfWrite: WRITE,
@@ -674,7 +789,7 @@ REMEDIES: dict[type[Net], str] = {
     ReplacedStorage: "gives `factor` another storage.*`copy_`",
     ToALibrary: "Compute with torch, on the device.*such as SciPy, is in no graph",
     Decides: "Python that decides by values is in no graph",
-    CutsByChance: "keep what the slice selects as a mask in a registered buffer",
+    CutsByChance: "Move an augmentation.*to `on_after_batch_transfer`.*what the slice selects",
     StopsTheFit: "`on_train_batch_end`.*self.trainer.should_stop = True",
     WritesAtAMask: "Compute both, and choose with `torch.where`",
     SetsTheDropout: "changes `p` of `drop`.*draw the mask yourself",

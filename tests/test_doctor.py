@@ -948,6 +948,101 @@ def test_hooks_that_refer_to_the_module_find_the_copy(accelerator: str) -> None:
     assert (module.calls, module.outputs, module.seen) == ([0], {}, [0])
 
 
+class HasHooksOfTensors(Net):
+    """Hooks of parameters, one of which is removed before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[Tensor] = []
+        self.calls, self.removed = 0, 0
+        self.head.weight.register_hook(lambda grad: self.norms.append(grad.norm()))
+        self.head.weight.register_post_accumulate_grad_hook(self.count)
+        self.handle = self.head.bias.register_hook(self.never)
+
+    def count(self, parameter: Tensor) -> None:
+        self.calls += 1
+
+    def never(self, grad: Tensor) -> None:
+        self.removed += 1
+
+    def on_train_start(self) -> None:
+        self.handle.remove()
+
+
+def test_hooks_of_parameters_are_seen(accelerator: str) -> None:
+    module = make(HasHooksOfTensors)
+    report = CUDAGraphCallback().check(module, loader(), _trainer(accelerator))
+    found = {name for name in ("norms", "calls", "removed") if f"changes `{name}`" in str(report)}
+    assert found == {"norms", "calls"}
+    assert (module.norms, module.calls, module.removed) == ([], 0, 0)
+    assert len(module.head.bias._backward_hooks) == 1
+
+
+class NoCopy:
+    """An object that cannot be copied, and one that cannot either in it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seen: list[int] = []
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("no copies")
+
+
+class HoldsWhatHasNoCopy(Kept):
+    """Values that the copy of the module shares: changed by hooks between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = NoCopy()
+        self.lock = threading.Lock()
+        self.numbers = (number for number in range(1000))
+        self.written = NoCopy()
+        self.written.seen = torch.zeros(())  # type: ignore[assignment]
+        self.scaled = self.head.weight * 2  # has an autograd graph
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        with self.lock, self.shared.lock:
+            self.shared.count += 1
+            self.shared.seen.append(next(self.numbers))
+            self.written.seen += 1  # type: ignore[assignment,operator]
+
+
+def test_what_has_no_copy_is_put_back_or_told(accelerator: str) -> None:
+    module = make(HoldsWhatHasNoCopy)
+    report = CUDAGraphCallback().check(module, loader(), _trainer(accelerator))
+    assert report.is_captured, report
+    assert (module.shared.count, module.shared.seen) == (0, [])
+    left = [note for note in report.notes if note.startswith("not put back after the check: ")]
+    assert any("`generator`" in note for note in left), report
+    assert any("1 tensor(s) of the `NoCopy` were written" in note for note in left), report
+    assert not any("``" in note for note in left), report
+    assert module.scaled.grad_fn is not None
+    assert module.head.weight.grad is None
+
+
+class ReadsAName(Kept):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, name = batch
+        return super().training_step((x, y), batch_idx) * len(name)
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+def test_batches_that_vary_too_much_are_told(accelerator: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(8, 12, generator=generator), torch.arange(8) % 4, "n" * (1 + i)) for i in range(24)
+    ]
+    report = CUDAGraphCallback().check(
+        make(ReadsAName), DataLoader(batches, batch_size=None), _trainer(accelerator)
+    )
+    assert not report.is_captured
+    (note,) = [note for note in report.notes if note.startswith("nothing was captured: ")]
+    assert "`batch[2]`" in note
+    assert "or pass a tensor" in note
+
+
 class SetsAndEnds(Net):
     """Effects behind what ends the search, and a tensor that goes from step to step."""
 

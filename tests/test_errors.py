@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning_cudagraph
 from lightning_cudagraph import errors
 from lightning_cudagraph.device.streams.branches import SentBackError
+from lightning_cudagraph.tensors.host_values import in_words
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 # Sent from a capture on several streams to the one on one stream that follows it: no user meets it.
@@ -50,3 +51,13 @@ def test_the_page_lists_each_with_what_it_is_derived_from() -> None:
         base = getattr(errors, name).__bases__[0]
         if base not in (errors.CUDAGraphError, RuntimeError):
             assert f"`{base.__name__}`" in text, name
+
+
+def test_no_message_has_an_address_of_memory() -> None:
+    shown = repr(object())
+    assert " at 0x" in shown
+    error = errors.CaptureError(f"The step holds {shown}.", f"Leave {shown} out.")
+    error.add_findings([], f"ValueError: {shown}")
+    assert "0x" not in str(error)
+    assert "The step holds <object object>." in str(error)
+    assert in_words(f"TypeError: {shown} is no number") == "TypeError: <object object> is no number"

@@ -131,7 +131,7 @@ CHANGES: dict[type[Changes], str] = {
     HooksLoose: "`_backward_hooks` of the parameter 6 in param group 0 of the optimizer changed from",
     Freezes: "`requires_grad` of parameter `layers.0.weight` changed from True to False",
     GoesToEval: "`training` of `Net` changed from True to False",
-    ReplacesLayer: "changed",
+    ReplacesLayer: "the module `layers.4` changed from a `Linear` to another one",
     MovesStorage: "the address of parameter `layers.0.weight` changed",
     ChangesMomentum: "`momentum` of param group 0 changed from 0.9 to 0.5",
     ChangesGlobal: "`SCALE` of `tests.test_step_changes` changed from 1.0 to 2.0",

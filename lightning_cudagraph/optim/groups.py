@@ -96,7 +96,7 @@ class PreparedGroup:
         values = {f"`{name}` of param group {self._index}": self._frozen(name) for name in self._names}
         lr = self.group["lr"]
         label = f"`lr` of param group {self._index}"
-        values[label] = f"a tensor at {lr.data_ptr()}" if isinstance(lr, Tensor) else "a float"
+        values[label] = f"a tensor at {lr.data_ptr():#x}" if isinstance(lr, Tensor) else "a float"
         return values
 
     def frozen_values(self) -> tuple[Any, ...]:

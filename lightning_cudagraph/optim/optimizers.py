@@ -329,7 +329,7 @@ class PreparedOptimizer(EagerOptimizer):
     def addresses(self) -> dict[str, Any]:
         found = super().addresses()
         for name, tensor in self._state_tensors().items():
-            found[name] = f"a tensor at {address_of(tensor)}"
+            found[name] = f"a tensor at {address_of(tensor):#x}"
         found["the number of hooks around the step of the optimizer"] = step_hooks(self.optimizer)
         return found
 

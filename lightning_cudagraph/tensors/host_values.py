@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lightning_cudagraph.errors import Location
+from lightning_cudagraph.errors import Location, without_addresses
 from lightning_cudagraph.tensors.batch import comparable
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ def names_a_class(text: str) -> bool:
 
 
 def in_words(text: str) -> str:
-    """A text of an error, without the names of classes of this package."""
-    return _CLASSES.sub("a number or text that may be another in each step", text)
+    """A text of an error, without the names of classes of this package and addresses of memory."""
+    return _CLASSES.sub("a number or text that may be another in each step", without_addresses(text))
 
 
 def value_of(value: Any) -> Any:

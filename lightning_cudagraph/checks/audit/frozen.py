@@ -10,7 +10,7 @@ is another in each step is refused, unless it has few values (`moving_number`).
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableSequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -37,7 +37,7 @@ from lightning_cudagraph.device.refusals.first_refusal import (
     refuse,
 )
 from lightning_cudagraph.device.refusals.host_reads import of_library
-from lightning_cudagraph.device.refusals.takers import instead_of_draw, takers
+from lightning_cudagraph.device.refusals.takers import of_draw, takers
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of
@@ -48,6 +48,9 @@ _FEW_STEPS = 32
 _HOST_HOOK = (
     "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
     " result to the step in a registered buffer, written with `copy_` or `fill_`"
+)
+_LAST = (
+    "a registered buffer, with `self.kept.copy_(torch.cat([self.kept, new.detach()])[-len(self.kept):])`"
 )
 
 
@@ -266,7 +269,12 @@ def _is_list_of_tensors(value: Any) -> bool:
 def _is_returnable(change: Moved, where: Location | None) -> bool:
     """True for a tensor that the step itself appends to a list: it can return it."""
     is_in_step = where is not None and where.function == "training_step"
-    return isinstance(change.holder, list) and (is_in_step or not _owner(change))
+    return isinstance(change.holder, MutableSequence) and (is_in_step or not _owner(change))
+
+
+def _is_resized(change: Moved) -> bool:
+    both = isinstance(change.was, Tensor) and isinstance(change.now, Tensor)
+    return both and change.was.shape != change.now.shape
 
 
 def _owner(change: Moved) -> str:
@@ -297,13 +305,7 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
     allowed = allowance(change.name)
     if change.draws:
-        remedy = (
-            "Draw on the device (`torch.rand(..., device=x.device)`), in the dataloader, or in"
-            " `on_train_batch_start` into a registered buffer (of float64 for the bits of a Python"
-            " number)." + allowed
-        )
-        if where is not None:
-            remedy = instead_of_draw(takers(where, change.attribute)) or remedy
+        remedy = of_draw(() if where is None else takers(where, change.attribute), allowed)
         return CaptureError(
             f"The training step draws from {named}, on the host: every replay would use the numbers"
             " of this one step.",
@@ -333,7 +335,12 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             f"Keep a tuple, `self.{change.label} = tuple(...)`: its tensors go from replay to replay."
         )
         recipe = "kept_tensors"
-    elif _holds_tensors(change.now) and not _is_returnable(change, where):
+    elif _is_resized(change):
+        remedy = f"Keep one size from the first step on: {_LAST}."
+        recipe = "kept_tensors"
+    elif _holds_tensors(change.now) and _is_returnable(change, where):
+        remedy += f" If later steps read it, keep the last ones: {_LAST}."
+    elif _holds_tensors(change.now):
         remedy = _to_keep(change, keep)
         recipe = "forward_hooks"
     elif type(change.now) is int:

@@ -46,6 +46,7 @@ from lightning_cudagraph.checks.walk.host_objects import (
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
+from lightning_cudagraph.errors import without_addresses
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 
 _State = dict[str, Any]
@@ -391,7 +392,10 @@ def _first_difference(before: _State, now: _State) -> str | None:
         if name not in now:
             return f"{name} was removed"
         if before[name] != now[name]:
-            return f"{name} changed from {before[name]} to {now[name]}"
+            if name.startswith("the address of "):
+                return f"{name} changed"
+            was, is_now = (without_addresses(str(state[name])) for state in (before, now))
+            return f"{name} changed from {was} to {is_now if is_now != was else 'another one'}"
     return None
 
 

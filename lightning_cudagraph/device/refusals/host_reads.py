@@ -23,8 +23,11 @@ from lightning_cudagraph.device.refusals.takers import (
     START,
     STOP,
     STOPS,
+    WINDOW,
     branch,
+    has_window,
     instead_of,
+    of_item,
     takers,
 )
 from lightning_cudagraph.errors import Location, see
@@ -188,9 +191,10 @@ def _lines_below(where: Location) -> str:
 
 def _takers_of(call: TorchCall, where: Location) -> Iterable[str]:
     """Those that take what a call reads; or the call itself, and the part of a slice that it reads."""
-    if call.name in _READS_ONE:
+    if call.name in _READS:
         return takers(where)
-    parts = (mark for mark, part in ((START, "start"), (STOP, "stop")) if _is_slice(call, part))
+    start = WINDOW if has_window(where) else START
+    parts = (mark for mark, part in ((start, "start"), (STOP, "stop")) if _is_slice(call, part))
     return (call.name, *parts)
 
 
@@ -232,8 +236,10 @@ def _keeps_best(where: Location) -> bool:
     return re.search(r"(^|:)\s*self\.\w+ = (?!None)", _block(where), re.MULTILINE) is not None
 
 
-_READS_ONE = ("__int__", "__index__", "item")
+_READS_ONE = ("__int__", "__index__", "__float__", "item")
+_READS = (*_READS_ONE, "tolist")
 _BRANCHES = ("__bool__", "__contains__")
+_ON_THE_HOST = {"print", "append", "write", "debug", "info", "warning", "set_postfix"}
 _OF_INDEX = "an index by a tensor without dimensions, which reads it on the host"
 _ARGUMENTS = (
     _Use(
@@ -291,34 +297,53 @@ _USES = (
     ),
     _Use(
         "",
-        lambda call, where: call.name in _BRANCHES and branch(where) == SKIPS,
+        lambda call, where: call.name == "__bool__" and _compares(where),
+        "Compare on the device: `x.clamp(min=1)` for `max(1, x)`, and `torch.maximum(x, y)` for two"
+        " tensors." + see("item_and_print"),
+    ),
+    _Use(
+        "",
+        lambda call, where: _decides(call, where) and branch(where) == SKIPS,
         SKIP,
     ),
     _Use(
         "",
-        lambda call, where: call.name in _BRANCHES and branch(where) == STOPS,
+        lambda call, where: _decides(call, where) and branch(where) == STOPS,
         'Do it in `on_train_batch_end`, which runs on the host after every step: `if outputs["loss"] <'
         " 0.1: self.trainer.should_stop = True`." + see("item_and_print"),
     ),
     _Use(
         "",
-        lambda call, where: call.name in _BRANCHES and branch(where) == ASKS_MASK,
+        lambda call, where: _decides(call, where) and branch(where) == ASKS_MASK,
         "Always pass the mask; or leave it out if no batch has padding. To choose something else by it:"
         " `torch.where(mask.any(), a, b)`." + see("attention_masks"),
     ),
     _Use(
         "",
-        lambda call, where: call.name in _BRANCHES and branch(where) == CHOOSES,
+        lambda call, where: _decides(call, where) and branch(where) == CHOOSES,
         "Compute both, and choose with `torch.where`: `torch.where(condition, a, b)`."
         + see("item_and_print"),
     ),
     _Use(
         "",
-        lambda call, where: re.search(r"\bprint\(|\.append\(", where.source) is not None,
+        lambda call, where: (
+            re.search(r"\bprint\(|\.append\(", where.source) is not None
+            or (call.name in _READS and bool(_ON_THE_HOST & takers(where)))
+        ),
         "Return the tensor from the step, and do it in `on_train_batch_end`, which runs on the host"
         " after every step." + see("item_and_print"),
     ),
 )
+
+
+def _compares(where: Location) -> bool:
+    """True for a `max` or `min` of Python."""
+    return re.search(r"(?<![\w.])(max|min)\(", where.source) is not None
+
+
+def _decides(call: TorchCall, where: Location) -> bool:
+    """True for a branch, also on a variable that a line binds to what it reads."""
+    return call.name in _BRANCHES or (call.name in _READS and BRANCH in takers(where))
 
 
 def _reads_index(call: TorchCall) -> bool:
@@ -341,6 +366,8 @@ def of_use(call: TorchCall | None, where: Location | None, words: Words) -> Word
     for use in _ARGUMENTS:
         if use.fits(call, where):
             return use.what, use.remedy
+    if call.name == "tolist" and (of_each := of_loop(where, words)) != words:
+        return of_each
     if instead := instead_of(_takers_of(call, where)):
         return words[0], instead
     for use in _USES:
@@ -365,7 +392,11 @@ def of_loop(where: Location | None, words: Words) -> Words:
             " one length, with the batch. Else decide by a mask, `torch.where`."
             + see("indices_and_lengths")
         )
-    return words[0], "Loop over the tensor itself, `for each in x`." + see("indices_and_lengths")
+    instead = instead_of(found)
+    if instead and instead == of_item(found):  # of all at once
+        return words[0], instead
+    over = "Loop over the tensor itself, `for each in x`."
+    return words[0], f"{over} {instead}" if instead else over + see("loops")
 
 
 def of_library(where: Location | None, remedy: str, allowance: str = "") -> str:

@@ -1,4 +1,7 @@
-"""The functions, slices, loops and branches that take a value of a line, found in its source."""
+"""The functions, slices, loops and branches that take a value of a line, found in its source.
+
+A value is followed through local variables, and into and out of functions of the same file.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,16 @@ import torch
 from lightning_cudagraph.compat.names.torch_names import OpOverloadPacket
 from lightning_cudagraph.errors import Location, see
 
-# Marks beside the names of functions.
-START, STOP, LOOP, BRANCH = "[start:]", "[:stop]", "for", "if"
+# Marks beside the names of functions: a slice of a fixed length, the ends of others; an index, to read
+# an item or to write one.
+WINDOW, START, STOP = "[start:start + n]", "[start:]", "[:stop]"
+KEY, PLACE = "[key]", "[place] ="
+LOOP, BRANCH = "for", "if"
 # The kinds of branches.
 SKIPS, ASKS_MASK, CHOOSES, STOPS = "returns None", "asks a mask", "chooses", "stops the training"
 
 LOGS = frozenset({"log", "log_dict"})
-_READ = ("int", "item", "tolist", "unique", "unique_consecutive")
+_READ = ("int", "float", "bool", "item", "tolist", "unique", "unique_consecutive")
 # Functions of Python with results that are the value again, or made of it.
 _PASS_ON = (
     *("int", "float", "max", "min", "abs", "round", "sum"),
@@ -28,51 +34,78 @@ _PASS_ON = (
 )
 _ASK_ALL = ("all", "any")
 # What takes numbers alone: these also of arithmetic with a variable, which may be a tensor.
-_OF_NUMBERS = {START, STOP, "range"}
+_OF_NUMBERS = {WINDOW, START, STOP, "range"}
 _Parents = dict[ast.AST, ast.AST]
 
 # By what takes a tensor, or a number that changes, where a graph needs a fixed number.
 _INSTEAD = {
-    START: "Index with a tensor of places: `places = (pointer + torch.arange(n, device=pointer.device))"
+    WINDOW: "Index with a tensor of places: `places = (pointer + torch.arange(n, device=pointer.device))"
     " % len(queue)`, and `queue[places] = ...`." + see("indices_and_lengths"),
     "roll": "Roll by an index, with `size = x.size(1)` and the shift as a tensor:"
     " `x.index_select(1, (torch.arange(size, device=x.device) - shift) % size)`."
     + see("indices_and_lengths"),
     "range": "Loop as often as is needed at most, and leave out what is beyond,"
     " `x = torch.where(i < n, new, x)`." + see("early_exit"),
+    START: "Keep the full length, and choose by a mask: `at = torch.arange(len(x), device=x.device)`,"
+    " `inside = (at >= start) & (at < stop)`, and `torch.where(inside, new, x)`, with tensors as `start`"
+    " and `stop`; of two dimensions, `rows[:, None] & columns`." + see("indices_and_lengths"),
     STOP: "Keep the full length, and leave the rest out by a mask,"
     " `torch.arange(len(x), device=x.device) < length`." + see("indices_and_lengths"),
 }
+_AUGMENTATION = (
+    "Move an augmentation, which needs the batch alone, as it is to `on_after_batch_transfer`, which"
+    " runs between two steps, under `if self.trainer.training:`; a number that the step needs of it goes"
+    " with the batch, as a tensor on its device."
+)
 _SIZE = (
     "Use a size that is the same in every step, the largest one, and leave the rest out by a mask,"
     " `torch.arange(size, device=x.device) < length`. Or count it in the collate function, and pass"
     " it with the batch as a whole number: each has a graph." + see("indices_and_lengths")
 )
+_OF_ITEMS = {
+    KEY: 'Make the table a tensor, `self.register_buffer("table", torch.tensor([...]))`, and index it'
+    " with the tensor itself, without a loop: `self.table[y]`." + see("loops"),
+    PLACE: "Make it a registered buffer, and add at all places at once, without a loop:"
+    " `self.counts.index_put_((x, y), self.counts.new_ones(len(x)), accumulate=True)`." + see("loops"),
+}
 
 
 def instead_of(takers: Iterable[str]) -> str:
     """The remedy where these take a tensor, or a number that changes; empty for others."""
     takers = [*takers]
-    named = (remedy for taker, remedy in _INSTEAD.items() if taker in takers)
-    return next(named, _SIZE if any(map(_takes_a_size, takers)) else "")
+    last = _SIZE if any(map(_takes_a_size, takers)) else of_item(takers)
+    return next((remedy for taker, remedy in _INSTEAD.items() if taker in takers), last)
 
 
-def instead_of_draw(takers: Collection[str]) -> str:
-    """The remedy for a random number of the host that these take."""
+def of_item(takers: Collection[str]) -> str:
+    """The remedy where these index one item; empty for others."""
+    return next((remedy for taker, remedy in _OF_ITEMS.items() if taker in takers), "")
+
+
+def of_draw(takers: Collection[str], allowance: str) -> str:
+    """The remedy for a random number of the host that these take.
+
+    Args:
+        allowance: the end of the remedy for a number that nothing may depend on.
+    """
     if BRANCH in takers:
         return (
-            "Choose on the device: `x = torch.where(torch.rand((), device=x.device) < p, f(x), x)`."
-            " Or draw in `on_train_batch_start` into a registered buffer, and choose by that; or in"
-            " the collate function, and pass a whole number of few values with the batch: each has a"
-            " graph."
+            f"{_AUGMENTATION} Else choose on the device: `x = torch.where(torch.rand((),"
+            " device=x.device) < p, f(x), x)`. Or draw in `on_train_batch_start` into a registered"
+            " buffer, and choose by that."
         )
-    if START in takers or STOP in takers:
+    if {WINDOW, START, STOP} & {*takers}:
         return (
-            "Draw in `on_train_batch_start`, and keep what the slice selects as a mask in a registered"
-            " buffer, `self.mask.zero_()` and `self.mask[start:stop] = True`; in the step,"
-            " `torch.where(self.mask, new, x)`."
+            f"{_AUGMENTATION} Else draw in `on_train_batch_start`, and keep what the slice selects in a"
+            " registered buffer: places, `self.places.copy_(start + torch.arange(n))`, for"
+            " `x[self.places]`; or a mask, `self.mask.zero_()` and `self.mask[start:stop] ="
+            " True`, for `torch.where(self.mask, new, x)`."
         )
-    return ""
+    return (
+        "Draw on the device (`torch.rand(..., device=x.device)`), or in `on_train_batch_start` into a"
+        " registered buffer (of float64 for the bits of a Python number)."
+        f" {_AUGMENTATION}{allowance}"
+    )
 
 
 def takers(where: Location, name: str = "") -> frozenset[str]:
@@ -84,34 +117,48 @@ def takers(where: Location, name: str = "") -> frozenset[str]:
         name: of a number of this name, or what the function or generator of this name returns, instead
             of what is read of a tensor.
     """
+    return frozenset(by for by, _ in _takers(where, name)) - {""}
+
+
+def _takers(where: Location, name: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """The takers, each with its node."""
     parents = _parents_in(where)
-    found: set[str] = set()
     known: set[ast.AST] = set()
     for node in parents:
         named = (getattr(node, "attr", ""), getattr(node, "id", ""))
         if _is_on(node, where.line) and (name in named if name else _reads(node, parents)):
-            found |= _all_takers(node, parents, bool(name), known)
-    return frozenset(found - {""})
+            yield from _all_takers(node, parents, bool(name), known)
 
 
-def _all_takers(node: ast.AST, parents: _Parents, of_number: bool, known: set[ast.AST]) -> set[str]:
+def _all_takers(
+    node: ast.AST, parents: _Parents, of_number: bool, known: set[ast.AST], only_numbers: bool = False
+) -> Iterator[tuple[str, ast.AST]]:
     """The takers of an expression, and of the local variables that it is bound to."""
     taken = _taker(node, parents, of_number)
-    found = {taken.by}
-    for load in _loads(taken):
-        if load not in known:
-            known.add(load)
-            found |= _all_takers(load, parents, of_number, known)
-    return found & _OF_NUMBERS if taken.is_mixed else found
+    only_numbers |= taken.is_mixed
+    if not only_numbers or taken.by in _OF_NUMBERS:
+        yield taken.by, taken.node
+    for use in taken.uses:
+        if use not in known:
+            known.add(use)
+            yield from _all_takers(use, parents, of_number, known, only_numbers)
+
+
+def has_window(where: Location) -> bool:
+    """True for a line with a slice of a fixed length, `start : start + n`."""
+    parents = _parents_in(where)
+    slices = [each for each in parents if isinstance(each, ast.Slice) and _is_on(each, where.line)]
+    return any(_is_window(each, parents) for each in slices)
 
 
 def branch(where: Location) -> str:
-    """The kind of a branch in a line, `SKIPS` or another one; empty if there is none."""
+    """The kind of a branch in a line, or on what it reads; empty if there is none."""
     parents = _parents_in(where)
-    for node in parents:
-        if isinstance(node, (ast.If, ast.IfExp)) and _is_on(node.test, where.line):
-            return _kind_of(node, parents)
-    return ""
+    branches = [each for each in parents if isinstance(each, (ast.If, ast.IfExp))]
+    of_line = [each for each in branches if _is_on(each.test, where.line)]
+    further = (node for by, node in _takers(where) if by == BRANCH and node in branches)
+    found = next(iter(of_line or further), None)
+    return "" if found is None else _kind_of(found, parents)
 
 
 def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
@@ -206,17 +253,15 @@ def _name(node: ast.AST) -> str:
 
 @dataclass(frozen=True)
 class _Taken:
-    """The taker of a value, and the local variables that it is bound to.
+    """The taker of a value, and the expressions further on that have it.
 
     Attributes:
-        names: the variables, which are looked for in `within`.
-        within: the code behind the assignment, or of the loop.
-        is_mixed: it is bound after arithmetic with another variable.
+        is_mixed: they have it after arithmetic with another variable.
     """
 
-    by: str = ""
-    names: frozenset[str] = frozenset()
-    within: Iterable[ast.AST] = ()
+    by: str
+    node: ast.AST
+    uses: tuple[ast.AST, ...] = ()
     is_mixed: bool = False
 
 
@@ -227,33 +272,82 @@ def _taker(node: ast.AST, parents: _Parents, of_number: bool) -> _Taken:
         of_number: behind arithmetic with a variable, which may be a tensor, numbers alone count.
     """
     is_mixed = False
+    inside: tuple[ast.AST, ...] = ()  # the functions of this file that it is handed to
 
-    def by(taker: str) -> _Taken:
-        return _Taken(taker if not is_mixed or taker in _OF_NUMBERS else "")
+    def by(taker: str, uses: Iterable[ast.AST] = ()) -> _Taken:
+        return _Taken(taker, above or node, (*inside, *uses), is_mixed)
 
     while (above := parents.get(node)) is not None:
         if isinstance(above, ast.Call) and node is not above.func and _name(above) not in _PASS_ON:
-            return by(_name(above))
-        if isinstance(above, ast.Slice):
-            return by(START if node is above.lower else STOP)
-        if isinstance(above, (ast.For, ast.comprehension)) and node is above.iter:
+            functions = _functions(parents, _name(above))
+            if not functions:
+                return by(_name(above))
+            inside += tuple(each for one in functions for each in _arguments(one, above, node))
+        elif isinstance(above, ast.Slice):
+            mark = STOP if node is above.upper else WINDOW if _is_window(above, parents) else START
+            return by(mark)
+        elif isinstance(above, ast.Subscript) and node is above.slice:
+            return by(KEY if isinstance(above.ctx, ast.Load) else PLACE)
+        elif isinstance(above, (ast.For, ast.comprehension)) and node is above.iter:
             within = above if isinstance(above, ast.For) else parents[above]
-            return _Taken(by(LOOP).by, _bound([above.target]), ast.walk(within), is_mixed)
-        if isinstance(above, ast.comprehension):
-            return by(BRANCH)
-        if isinstance(above, (ast.If, ast.IfExp, ast.While)) and node is above.test:
-            return by(BRANCH)
-        if isinstance(above, ast.Tuple) and isinstance(assigned := parents[above], ast.Assign):
-            return _Taken("", _bound(_targets_of(node, assigned)), _below(assigned, parents), is_mixed)
-        if isinstance(above, ast.Assign):
-            return _Taken("", _bound(above.targets[:1]), _below(above, parents), is_mixed)
-        if isinstance(above, ast.stmt):
-            return _Taken()
-        if of_number and isinstance(above, ast.BinOp):
+            return by(LOOP, _loads(_bound([above.target]), ast.walk(within)))
+        elif isinstance(above, (ast.comprehension, ast.If, ast.IfExp, ast.While)):
+            if isinstance(above, ast.comprehension) or node is above.test:
+                return by(BRANCH)
+        elif isinstance(above, ast.Tuple) and isinstance(assigned := parents[above], ast.Assign):
+            return by("", _loads(_bound(_targets_of(node, assigned)), _below(assigned, parents)))
+        elif isinstance(above, ast.Assign):
+            return by("", _loads(_bound(above.targets[:1]), _below(above, parents)))
+        elif isinstance(above, ast.Return):
+            return by("", _calls_of(_function_around(above, parents), parents))
+        elif isinstance(above, ast.stmt):
+            break
+        elif of_number and isinstance(above, ast.BinOp):
             others = {above.left, above.right} - {node}
             is_mixed |= any(isinstance(each, (ast.Name, ast.Call)) for each in others)
         node = above
-    return _Taken()
+    return by("")
+
+
+def _functions(parents: _Parents, name: str) -> list[ast.FunctionDef]:
+    """The functions of this name in the file."""
+    return [each for each in parents if isinstance(each, ast.FunctionDef) and each.name == name]
+
+
+def _arguments(function: ast.FunctionDef, call: ast.Call, given: ast.AST) -> Iterator[ast.Name]:
+    """The uses of an argument of a call in the function that is called."""
+    names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+    if isinstance(call.func, ast.Attribute) and names[:1] in (["self"], ["cls"]):
+        del names[0]
+    if given in call.args:
+        names = names[(at := call.args.index(given)) : at + 1]
+    else:
+        names = [each.arg for each in call.keywords if each is given and each.arg is not None]
+    return _loads(frozenset(names), ast.walk(function))
+
+
+def _calls_of(function: ast.AST, parents: _Parents) -> Iterator[ast.AST]:
+    name = getattr(function, "name", "")
+    return (each for each in parents if name and _name(each) == name)
+
+
+def _function_around(node: ast.AST, parents: _Parents) -> ast.AST:
+    while node in parents and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        node = parents[node]
+    return node
+
+
+def _is_window(found: ast.Slice, parents: _Parents) -> bool:
+    """True for a slice with an end that is its start and a number, `start + n`."""
+    end = found.upper
+    if isinstance(end, ast.Name):
+        around = _function_around(end, parents)
+        bound = [each for each in ast.walk(around) if isinstance(each, ast.Assign)]
+        values = [each.value for each in bound if end.id in _bound(each.targets)]
+        end = values[0] if len(values) == 1 else end
+    if found.lower is None or not (isinstance(end, ast.BinOp) and isinstance(end.op, ast.Add)):
+        return False
+    return ast.dump(found.lower) in (ast.dump(end.left), ast.dump(end.right))
 
 
 def _targets_of(node: ast.AST, assigned: ast.Assign) -> list[ast.expr]:
@@ -273,18 +367,20 @@ def _bound(targets: Iterable[ast.expr]) -> frozenset[str]:
 
 
 def _below(assigned: ast.Assign, parents: _Parents) -> Iterator[ast.AST]:
-    """All nodes behind an assignment in its function."""
-    around: ast.AST = assigned
-    while around in parents and not isinstance(around, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        around = parents[around]
+    """All nodes behind an assignment in its function, and all in the loops around it."""
     end = assigned.end_lineno or 0, assigned.end_col_offset or 0
+    around: ast.AST = assigned
+    while not isinstance(around, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
+        around = parents[around]
+        if isinstance(around, (ast.For, ast.While)):
+            yield from ast.walk(around)
     for node in ast.walk(around):
         if isinstance(node, ast.expr) and (node.lineno, node.col_offset) >= end:
             yield node
 
 
-def _loads(taken: _Taken) -> Iterator[ast.Name]:
-    """The uses of the variables that a value is bound to."""
-    for node in taken.within:
-        if isinstance(node, ast.Name) and node.id in taken.names and isinstance(node.ctx, ast.Load):
+def _loads(names: frozenset[str], within: Iterable[ast.AST]) -> Iterator[ast.Name]:
+    """The uses of local variables."""
+    for node in within:
+        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
             yield node

@@ -104,9 +104,7 @@ class FunctionSentry(OwnFunctionMode):
         if (read := refusal_of_function(func, args, kwargs, self._device_type)) is not None:
             where = user_location()
             what, remedy = of_host_read(where, read) if func is Tensor.__array__ else read
-            if func is Tensor.tolist:
-                what, remedy = of_loop(where, read)
-            if func is Tensor.__repr__:
+            if func in (Tensor.tolist, Tensor.__repr__):
                 what, remedy = of_use(TorchCall(func, args, kwargs), where, read)
             forbid(what, of_library(where, remedy), where)
             with one_finding():  # the ops that it consists of

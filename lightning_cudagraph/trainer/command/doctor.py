@@ -27,7 +27,7 @@ from lightning_cudagraph.timing.output.stages import AFTER_PAUSES
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.estimate import Estimate, StepMeter
-from lightning_cudagraph.trainer.command.loader_state import LoaderState
+from lightning_cudagraph.trainer.command.kept_state import KeptState
 from lightning_cudagraph.trainer.command.module_copy import copy_of
 from lightning_cudagraph.trainer.command.stand_ins import use_stand_ins
 from lightning_cudagraph.trainer.config.support import callbacks_of
@@ -77,7 +77,7 @@ def _examine(
     with _quiet(), isolate_rng(), _Kept(batches) as kept:
         meter = _measured(trainer, module, batches, kept, folder)
         try:
-            _fit(trainer, [kept, callback], module, batches, _STEPS)
+            _fit(trainer, kept, callback, module, batches, _STEPS)
         except UnsupportedError as error:
             found = error.findings
             ended = error.search_ended_by
@@ -107,7 +107,7 @@ def _measured(
     use_stand_ins(plain, folder)  # a logger changes in a fit
     with isolate_rng():
         try:
-            _fit(plain, [kept, meter], module, batches, meter.most_steps)
+            _fit(plain, kept, meter, module, batches, meter.most_steps)
         finally:
             meter.close()
         kept.put_back()
@@ -115,21 +115,31 @@ def _measured(
 
 
 def _fit(
-    trainer: pl.Trainer, callbacks: list[Callback], module: pl.LightningModule, batches: Any, steps: int
+    trainer: pl.Trainer,
+    kept: _Kept,
+    callback: Callback,
+    module: pl.LightningModule,
+    batches: Any,
+    steps: int,
 ) -> None:
     """Let a trainer take a few steps with a copy of a module."""
-    trainer.callbacks = [*callbacks, *callbacks_of(trainer)]  # type: ignore[attr-defined]
+    trainer.callbacks = [kept, callback, *callbacks_of(trainer)]  # type: ignore[attr-defined]
     trainer.fit_loop.epoch_loop.max_steps = steps
     named = "datamodule" if isinstance(batches, pl.LightningDataModule) else "train_dataloaders"
-    trainer.fit(copy_of(module), **{named: batches})
+    copied, shared = copy_of(module)
+    kept.keep(shared)
+    trainer.fit(copied, **{named: batches})
 
 
 class _Kept(Callback):
-    """Puts back the loaders of the enclosed runs: those that are given, and those of a trainer."""
+    """Puts back the loaders of the enclosed runs, and what a copy of a module shares with it.
+
+    The loaders are those that are given, and those of a trainer.
+    """
 
     def __init__(self, given: Any) -> None:
-        self._given = [] if given is None else [LoaderState(given, _name_of(given))]
-        self._made: list[LoaderState] = []
+        self._given = [] if given is None else [KeptState(given, _name_of(given))]
+        self._made: list[KeptState] = []
         self.notes: tuple[str, ...] = ()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -140,13 +150,17 @@ class _Kept(Callback):
         @wraps(make)
         def noted(*args: Any, **kwargs: Any) -> Any:
             made = make(*args, **kwargs)
-            self._made.append(LoaderState(made, _name_of(made)))
+            self._made.append(KeptState(made, _name_of(made)))
             return made
 
         source.train_dataloader = noted  # type: ignore[method-assign]
 
+    def keep(self, shared: list[Any]) -> None:
+        """Record values, to be put back."""
+        self._made += [KeptState(value, _name_of(value)) for value in shared]
+
     def put_back(self) -> None:
-        """Put the loaders back; `notes` tells what could not be."""
+        """Put all of it back; `notes` tells what could not be."""
         left = [words for state in [*reversed(self._made), *self._given] for words in state.put_back()]
         self._made.clear()
         self.notes = tuple(
@@ -184,6 +198,8 @@ def _report(
             told = f"{reasons[0]}. {remedy}" if remedy else reasons[0]
             stale.append(f"the graph was captured again{times}, because {told}")
     eager = [f"{steps} step(s) ran eagerly: {reason}" for reason, steps in fit.eager.items()]
+    if fit.not_captured:
+        eager = [f"nothing was captured: {fit.not_captured}"]
     return DiagnosisReport(
         step=f"{type(module).__qualname__}.training_step",
         backend=summary.backend,

@@ -7,22 +7,60 @@ from types import CellType, FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.lines.user_lines import is_users
 
 _DISPATCH = "_deepcopy_dispatch"
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def copy_of(module: pl.LightningModule) -> pl.LightningModule:
+def copy_of(module: pl.LightningModule) -> tuple[pl.LightningModule, list[Any]]:
     """Copy a module, with the user's functions in it and their closure variables.
 
     `deepcopy` by itself takes functions as they are: a hook that is a `lambda` with `self` in it would
-    go on with the module that was copied.
+    go on with the module that was copied. It leaves out the hooks of tensors, and ends at a tensor with
+    an autograd graph, and at a value that has no copy, as a lock: the copy shares that.
+
+    Returns:
+        The copy, and what it shares.
     """
-    copiers = {**getattr(copy, _DISPATCH, {}), FunctionType: _function}
-    with setting(copy, **{_DISPATCH: copiers}):
-        return copy.deepcopy(module)
+    copiers = {**getattr(copy, _DISPATCH, {}), FunctionType: _function, Tensor: _tensor}
+    shared: dict[int, Any] = {}
+    while True:
+        memo: dict[int, Any] = {**shared}
+        try:
+            with setting(copy, **{_DISPATCH: copiers}):
+                made = copy.deepcopy(module, memo)
+                _copy_hooks_of_tensors(memo)
+            return made, [*shared.values()]
+        except Exception as error:  # of classes of the user, too
+            value = _not_copied(error)
+            if id(value) in shared or value is module:
+                raise
+            shared[id(value)] = value
+
+
+def _not_copied(error: Exception) -> Any:
+    """The innermost value whose copy has raised an error."""
+    trace, value = error.__traceback__, None
+    while trace is not None:
+        if trace.tb_frame.f_code is copy.deepcopy.__code__:
+            value = trace.tb_frame.f_locals["x"]
+        trace = trace.tb_next
+    return value
+
+
+def _copy_hooks_of_tensors(memo: dict[int, Any]) -> None:
+    for value in memo.get(id(memo), ()):  # where `deepcopy` keeps what it has copied
+        for name in _HOOKS_OF_TENSORS if isinstance(value, Tensor) else ():
+            if hooks := getattr(value, name):
+                setattr(memo[id(value)], name, copy.deepcopy(hooks, memo))
+
+
+def _tensor(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    return tensor.__deepcopy__(memo) if tensor.is_leaf else tensor.detach().clone()
 
 
 def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
@@ -36,12 +74,12 @@ def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     memo[id(function)] = made  # before the contents, which can refer to the function
     for cell, copied in zip(closure or (), cells or (), strict=True):
         if _is_filled(cell) and not _is_filled(copied):
-            copied.cell_contents = _value(cell.cell_contents, memo)
-    made.__defaults__ = _value(function.__defaults__, memo)
-    made.__kwdefaults__ = _value(function.__kwdefaults__, memo)
+            copied.cell_contents = copy.deepcopy(cell.cell_contents, memo)
+    made.__defaults__ = copy.deepcopy(function.__defaults__, memo)
+    made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
     made.__qualname__, made.__module__ = function.__qualname__, function.__module__
     made.__annotations__, made.__doc__ = function.__annotations__, function.__doc__
-    vars(made).update(_value(vars(function), memo))
+    vars(made).update(copy.deepcopy(vars(function), memo))
     return made
 
 
@@ -56,14 +94,3 @@ def _is_filled(cell: CellType) -> bool:
         return cell.cell_contents is not cell
     except ValueError:
         return False
-
-
-def _value(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of what a function refers to; or the value itself, if there is none, as of a lock."""
-    known = {*memo}
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # of classes of the user
-        for begun in memo.keys() - known:
-            del memo[begun]
-        return value

@@ -1,4 +1,4 @@
-"""The state of dataloaders, with their samplers, datasets and generators, which a check puts back."""
+"""The state of objects that a check uses and puts back: dataloaders, samplers, datasets, generators."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from lightning_cudagraph.checks.walk.host_generators import generator_state
 from lightning_cudagraph.checks.walk.scope import Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
 
-# A file in memory is not read, and the model and the trainer are not the loader's.
+# A file in memory is not read, and the model and the trainer are not a loader's.
 _STOPS = (pl.Trainer, pl.LightningModule, np.memmap)
 
 
-class LoaderState:
-    """A record of a dataloader, of several, or of a datamodule, and of all that they reach.
+class KeptState:
+    """A record of an object, such as a dataloader, several or a datamodule, and of all that it reaches.
 
     Python objects, NumPy arrays and the states of generators are put back. Iterators and files cannot
     be, and the memory of tensors is not copied; what has changed of these is named.
     """
 
-    def __init__(self, loaders: object, name: str) -> None:
-        root = Root(loaders, "", name, is_entered=True)
+    def __init__(self, kept: object, name: str) -> None:
+        root = Root(kept, "", name, is_entered=True)
         self._walk = Walk([root], Scope(_STOPS, modules=_entered, enters=(DataLoader,)))
         self._name = name
         reached = self._walk.reached
@@ -36,7 +36,8 @@ class LoaderState:
         self._walk.put_back()
         for write, state in self._generators:
             write(state)
-        left = [moved.words for moved in self._walk.changes()]
+        moves = self._walk.changes()
+        left = [*dict.fromkeys(each.words if each.path else f"{self._name} changed" for each in moves)]
         written = sum(tensor._version != version for tensor, version in self._versions)
         if written:
             left.append(f"{written} tensor(s) of {self._name} were written")
