@@ -84,6 +84,7 @@ def test_scaler_and_clipping(clip: str, fused: bool, device: str) -> None:
     assert "aten::_amp_update_scale_" in watch.written
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of a thousand samples, not one of them ours
 def test_all_ops_that_torch_has_samples_for(device: str) -> None:
     with patch.object(accesses, "_CHECKED", Everything()):

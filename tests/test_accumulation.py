@@ -108,7 +108,7 @@ class ClosureThenStep(Net):
         optimizer.step()
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("cls", [StepsNowAndThen, ClosureThenStep])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

@@ -414,6 +414,7 @@ def _replaced_in_mid_epoch(
     assert runs[1].counts.replayed > 8
 
 
+@pytest.mark.spread(3)
 @pytest.mark.filterwarnings("ignore:You have overridden:UserWarning")
 @pytest.mark.parametrize(
     ("where", "name", "moment"),

@@ -179,7 +179,7 @@ class Compiled(Distilled):
             self.last.compile(backend="aot_eager")
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [_sgd, fused_adamw])
 @pytest.mark.parametrize("timings", [None, LayerTimings()])
 def test_a_compiled_teacher(
@@ -211,7 +211,7 @@ class InGraphs(Distilled):
         self.last = torch.compile(self.last, backend="aot_eager")  # type: ignore[assignment]
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("timings", [None, LayerTimings()])
 def test_a_teacher_in_graphs_of_dynamos(
     tmp_path: Path, accelerator: str, timings: LayerTimings | None
@@ -235,7 +235,7 @@ def test_a_teacher_in_graphs_of_dynamos(
     assert 0 < graphs[0] <= graphs[1]  # again under the modes that watch the warm-up
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.filterwarnings(  # of torch, where Dynamo looks at every attribute
     "ignore:The .grad attribute of a Tensor that is not a leaf",
@@ -287,6 +287,7 @@ def test_what_is_padded(tmp_path: Path, accelerator: str) -> None:
     assert eager.counts.replayed == 0
 
 
+@pytest.mark.long
 def test_what_is_padded_without_nested_tensors(tmp_path: Path, accelerator: str) -> None:
     plain = _fit(PaddedNotNested, tmp_path / "plain", accelerator)
     graph = _fit(PaddedNotNested, tmp_path / "graph", accelerator, CUDAGraphCallback())

@@ -176,6 +176,7 @@ class Student(Net):
         self.teacher.update_parameters(self.head)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_average_that_the_step_reads(tmp_path: Path, accelerator: str, accumulate: int) -> None:
     done = row(tmp_path, accelerator, Student, accumulate_grad_batches=accumulate)

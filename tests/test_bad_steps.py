@@ -239,7 +239,7 @@ def test_raises_with_the_users_line(tmp_path: Path, accelerator: str, cls: type[
     assert text.count("A CUDA graph cannot hold") <= 1
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", BAD, ids=lambda cls: cls.__name__)
 def test_goes_on_eagerly_with_the_same_numbers(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     callback = CUDAGraphCallback(on_unsupported="eager")
@@ -901,6 +901,7 @@ def test_an_error_of_the_users_own_in_the_capture(tmp_path: Path, accelerator: s
     assert_same(plain, again)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
 def test_item_in_a_hook(tmp_path: Path, accelerator: str, hook: str) -> None:
     def item(self: Net, *args: Any) -> None:

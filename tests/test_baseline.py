@@ -59,6 +59,7 @@ def fit(folder: Path, accelerator: str, callback: CUDAGraphCallback | None, **kw
     )
 
 
+@pytest.mark.spread
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_plain_steps_change_no_number(tmp_path: Path, accelerator: str, precision: str) -> None:
@@ -95,6 +96,7 @@ def test_they_are_a_line_beside_the_replays(tmp_path: Path, accelerator: str) ->
     assert min(values_ms) <= stage.replay_ms <= max(values_ms)  # type: ignore[operator]
 
 
+@pytest.mark.spread
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("window", [2, 5])
 def test_plain_steps_are_whole_windows(tmp_path: Path, accelerator: str, window: int) -> None:
@@ -111,6 +113,7 @@ def test_plain_steps_are_whole_windows(tmp_path: Path, accelerator: str, window:
     assert stage.speedup is not None
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fast")
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.*deprecated:DeprecationWarning",
@@ -227,6 +230,7 @@ class Ragged(Net):
         return x[:n], y[:n]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fast")
 def test_steps_of_another_shape_are_no_measure(tmp_path: Path, accelerator: str) -> None:
     callback = CUDAGraphCallback(timings=None)

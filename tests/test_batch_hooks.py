@@ -586,6 +586,7 @@ class FindsByChance(Scaled):
             self.record.append(self.record[-1] * 0.5)
 
 
+@pytest.mark.long
 def test_a_record_that_the_step_finds_by_chance_stays_under_checks(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -617,6 +618,7 @@ class Averages(Scaled):
         self.averages = averages
 
 
+@pytest.mark.long
 def test_an_average_and_one_that_reads(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

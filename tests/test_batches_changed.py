@@ -52,6 +52,7 @@ def bytes_loader() -> DataLoader[Any]:
     return DataLoader(Bytes(), batch_size=8)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("takes", [1, 2])
 def test_an_item_of_the_batch_that_is_replaced(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, takes: int
@@ -105,6 +106,7 @@ class TakesOutByAName(Net):
         return super().training_step((batch["x"].float(), labels["y"]), batch_idx)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("cls", "what", "line"),
     [
@@ -148,6 +150,7 @@ class ValidatesPastAutograd(Net):
         super().validation_step(batch, batch_idx)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", [WritesPastAutograd, ValidatesPastAutograd])
 def test_a_write_that_raises_no_version(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
 
@@ -285,6 +288,7 @@ class LearnsInTheTransfer(Net):
         return self.embedding(batch[0]), batch[1]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("policy", ["raise", "eager"])
 def test_a_batch_that_was_computed_with_a_gradient(
     tmp_path: Path, accelerator: str, policy: Any

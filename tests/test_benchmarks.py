@@ -231,6 +231,7 @@ def test_kernels_that_the_op_has_not_eagerly_are_counted() -> None:
     assert "'kernel of AddmmBackward0' of 'AddmmBackward0'" in truth.problems[0]
 
 
+@pytest.mark.long
 def test_marks_of_a_fit_are_in_its_trace() -> None:
     found = watch(MODELS[0], replays=2, tiny=True)
     (capture,) = [event for event in found.capture._events if event["name"] == CAPTURE]
@@ -251,7 +252,7 @@ def test_marks_of_a_fit_are_in_its_trace() -> None:
 
 
 # The example validates, which takes no part in this.
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no")
 @pytest.mark.parametrize("model", MODELS[:2], ids=lambda model: model.name)
 def test_kernels_of_a_backward_pass_lie_between_the_marks_of_their_layer(model: Workload) -> None:
@@ -314,6 +315,7 @@ def test_a_model_without_comparison_has_a_line() -> None:
     assert "| none | 0 | not compared |" in summary([Truth("none")], 20)
 
 
+@pytest.mark.long
 def test_the_floor_of_the_host() -> None:
     blocks = Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2)
     shown = "both, first value shown"
@@ -327,6 +329,7 @@ def test_the_floor_of_the_host() -> None:
     assert all(line(row).count("|") == 5 for row in found)
 
 
+@pytest.mark.long
 def test_the_surroundings_of_a_step() -> None:
     blocks = Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2)
     names = [NOTHING, "the same, loss in the bar", "`LearningRateMonitor`, `ModelCheckpoint`, no bar"]
@@ -339,11 +342,13 @@ def test_the_surroundings_of_a_step() -> None:
     assert {len(cells) for cells in found} == {len(WAYS) + 3}
 
 
+@pytest.mark.long
 def test_the_price_of_checks() -> None:
     measured = guards.price("MLP", 1, Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2))
     assert {way: len(found.step_us) for way, found in measured.items()} == {"all checks": 2, "none": 2}
 
 
+@pytest.mark.long
 def test_the_time_to_the_first_replay(capsys: pytest.CaptureFixture[str]) -> None:
     first_replay.main(["--models", "two critics", "--streams", "1", "2"])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[3:]]
@@ -351,6 +356,7 @@ def test_the_time_to_the_first_replay(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(float(row[2]) > float(row[3]) > 0 for row in rows)
 
 
+@pytest.mark.long
 def test_the_forms_of_an_optimizer() -> None:
     blocks = Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2)
     found = [line.split(" | ") for line in optimizers.rows("MLP", None, blocks)]
@@ -359,6 +365,7 @@ def test_the_forms_of_an_optimizer() -> None:
 
 
 # The example validates, which takes no part in this.
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no")
 @pytest.mark.parametrize(("rows", "least"), [(shapes.ROWS, 0.4), (manual.ROWS, 0.5)])
 def test_plain_lightning_and_the_callback_in_turn(rows: dict[str, pairs.Row], least: float) -> None:

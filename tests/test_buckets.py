@@ -196,6 +196,7 @@ def fit(
     return train(module, tmp_path / name, callback, train_loader=loader, **{**options, **kwargs})
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_a_run_is_that_of_padding_by_hand(tmp_path: Path, accelerator: str, watched: bool) -> None:
     options: dict[str, Any] = {"accelerator": accelerator, "watched": watched}
@@ -217,6 +218,7 @@ def test_a_run_without_graphs_is_padded_too(tmp_path: Path, accelerator: str) ->
     assert_same(plain, fit(tmp_path, "off", callback, texts(LENGTHS), accelerator=accelerator))
 
 
+@pytest.mark.long
 def test_evaluation(tmp_path: Path, accelerator: str) -> None:
     """Validation that is captured is padded, and the sanity check too."""
     options: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 3}

@@ -125,6 +125,7 @@ def test_one_that_raises(tmp_path: Path, accelerator: str, position: int, hook: 
     assert not differences(*weights)
 
 
+@pytest.mark.long
 def test_two_orders_differ(tmp_path: Path, accelerator: str) -> None:
     """The comparison means something: the other callbacks do not commute."""
     runs = [

@@ -309,6 +309,7 @@ class StartsAnew(MovingMean):
             self.mean = torch.zeros(1, device=self.device)
 
 
+@pytest.mark.long
 def test_another_form_in_the_middle_of_a_run(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, StartsAnew)
     assert done.graph.counts.captures == 1
@@ -374,6 +375,7 @@ class CountsInValidation(MovingMean):
         self.log("val_loss", nn.functional.cross_entropy(logits, y))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("inference_mode", [False, True])
 def test_in_validation(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:
     done = row(
@@ -400,6 +402,7 @@ class _KeepsAnActivation(Net):
         return out
 
 
+@pytest.mark.long
 def test_a_ragged_batch_leaves_another_form(tmp_path: Path, accelerator: str) -> None:
     """The step behind it is eager, and the graph goes on afterwards."""
     callback = CUDAGraphCallback(verify=None)

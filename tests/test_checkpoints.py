@@ -170,6 +170,7 @@ def _averaging(name: str) -> pl.Callback:
     return StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", ["EMA", "SWA"])
 @pytest.mark.filterwarnings("ignore:Swapping scheduler", "ignore:.*SWA")
 def test_averaged_weights(tmp_path: Path, accelerator: str, name: str) -> None:

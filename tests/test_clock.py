@@ -150,6 +150,7 @@ def test_an_untimed_step_replays_a_graph_without_events(
     assert timed == [3, 7, 11, 15, 19, 23]
 
 
+@pytest.mark.spread
 @both_turns
 def test_each_capture_is_verified(
     tmp_path: Path,
@@ -184,6 +185,7 @@ def test_each_capture_is_verified(
     assert [reading.step for reading in readings] == [7, 15, 23]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("n", [1, 3])
 def test_gap_and_copy(tmp_path: Path, accelerator: str, readings: list[Reading], n: int) -> None:
     trace = run(tmp_path, accelerator, graph(n), checkpoint_every=0)

@@ -143,6 +143,7 @@ class OfOthers(torch.optim.Optimizer):
         return loss
 
 
+@pytest.mark.long
 def test_compiled_parts_inside_an_optimizer_of_others(tmp_path: Path, accelerator: str) -> None:
     def made() -> Any:
         return Part(make_optimizer=OfOthers)
@@ -175,6 +176,7 @@ class OwnMemory(Net):
         self.head: Any = torch.compile(self.head, backend=aot_autograd(fw_compiler=_memory_of_its_own))
 
 
+@pytest.mark.long
 def test_memory_that_compiled_code_takes_is_no_state(tmp_path: Path, accelerator: str) -> None:
     plain = fit(OwnMemory, tmp_path / "plain", accelerator=accelerator)
     callback = CUDAGraphCallback(timings=None)
@@ -216,6 +218,7 @@ def test_what_is_written_only_where_compiled(
     assert graph.counts.replayed == 18
 
 
+@pytest.mark.long
 def test_a_ragged_batch_is_compiled_beside_the_graph(tmp_path: Path, accelerator: str) -> None:
     """What Dynamo makes of its size may serve the other batches from then on; checks know of that."""
     data = loader()
@@ -253,6 +256,7 @@ class Quiet(Net):
         return nn.functional.cross_entropy(self(x), y)
 
 
+@pytest.mark.long
 def test_a_compiled_lightning_module(tmp_path: Path, accelerator: str) -> None:
     """Lightning takes it apart, and compiles its steps."""
 
@@ -293,6 +297,7 @@ class Fails(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.long
 def test_nothing_is_left_after_an_error(tmp_path: Path, accelerator: str) -> None:
     callback = CUDAGraphCallback(compile=True, harmless=["global_step"], warmup_steps=8)
     wrapper: Any = torch._TorchCompileInductorWrapper
@@ -429,6 +434,7 @@ class Large(Function):
         return super().both(x)
 
 
+@pytest.mark.long
 def test_no_memory_to_look_at_its_python(tmp_path: Path, accelerator: str) -> None:
     plain = fit(Large, tmp_path / "plain", accelerator=accelerator)
     callback = CUDAGraphCallback(timings=None, on_unsupported="eager")
@@ -443,6 +449,7 @@ class Moves(Callback):
         pl_module.scale = 1.0 + trainer.global_step
 
 
+@pytest.mark.long
 def test_a_recompilation_is_named(tmp_path: Path, accelerator: str) -> None:
     """Another number in each step: Dynamo makes it a size of its own, or compiles until it gives up."""
     callback = CUDAGraphCallback(timings=None)
@@ -483,7 +490,7 @@ def _patches_given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return given
 
 
-@pytest.mark.spread(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}],
@@ -625,7 +632,7 @@ STEPS = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("take", STEPS, ids=lambda take: take.__name__)
 def test_steps_of_optimizers_that_bypass_ours(accelerator: str, take: Callable[[Any], Any]) -> None:
     model = nn.Linear(4, 2, device=device_of(accelerator))
@@ -684,7 +691,7 @@ class LeftAlone(Net):
         return loss.exp().sin()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("by_callback", [True, False])
 def test_a_function_that_is_not_compiled_after_all(
     tmp_path: Path, accelerator: str, by_callback: bool

@@ -159,7 +159,7 @@ def test_a_step_compiled_in_its_place(accelerator: str, form: str) -> None:
     assert "a capture without torch.compile showed the Python" in str(graph.summary)
 
 
-@pytest.mark.spread(3, first=2)
+@pytest.mark.long
 @pytest.mark.parametrize("how", [beside, in_a_function, both], ids=lambda how: how.__name__)
 def test_where_it_is_compiled(accelerator: str, how: How) -> None:
     assert_replayed(accelerator, FIT["Adam"], how)
@@ -171,6 +171,7 @@ def test_a_function_that_calls_a_step_compiled_in_its_place(accelerator: str) ->
     assert_replayed(accelerator, FIT["SGD-momentum"], both)
 
 
+@pytest.mark.long
 def test_a_state_that_is_loaded(accelerator: str) -> None:
     """Other tensors in the place of those that were compiled for: warmed up, and captured anew."""
 
@@ -186,7 +187,7 @@ def uncompiled(optimizer: Any) -> Callable[[], Any]:
     return lambda: optimizer.step()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "replays"), [(in_place, 8), (uncompiled, 4)], ids=["no longer", "later"]
 )
@@ -224,6 +225,7 @@ def test_a_learning_rate_that_becomes_a_float(accelerator: str) -> None:
     assert "`lr` of param group 0 is a float" in str(graph.summary)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first step is skipped
 def test_with_a_scaler_of_ones_own(accelerator: str) -> None:
     def run(graphed: bool) -> tuple[dict[str, Any], GraphedStep[..., Any]]:
@@ -326,6 +328,7 @@ class ManualGraphed(Manual):
     graphed = True
 
 
+@pytest.mark.long
 def test_manual_optimization(tmp_path: Path, accelerator: str) -> None:
     def run(cls: type[Manual]) -> Trace:
         torch.compiler.reset()

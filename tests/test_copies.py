@@ -299,7 +299,7 @@ class _Reads(Net):
         return result
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("build", [Net, _Reads])
 @pytest.mark.parametrize("part", ["module", "strategy", "results", "fit_loop", "callbacks", "trainer"])
 def test_parts_of_a_run_inside_of_steps(

@@ -56,6 +56,7 @@ def test_every_order_comes_to_the_same(streams: int) -> None:
     assert max(raced) == streams  # it was tested on all of them
 
 
+@pytest.mark.long
 @_quiet
 @given(_program)
 def test_one_stream_waits_for_nothing(program: list[Instruction]) -> None:

@@ -117,6 +117,7 @@ class Classifier(pl.LightningModule):
         return [torch.optim.Adam(self.parameters(), lr=0.01)], []
 
 
+@pytest.mark.long
 def test_a_classifier_with_adam(tmp_path: Path, accelerator: str) -> None:
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(3, 32, generator=generator)

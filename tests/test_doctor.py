@@ -256,6 +256,7 @@ class Moving(Kept):
         return super().training_step(batch, batch_idx) * self.weight
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(("cls", "words"), [(OnlyTheHook, "optimizer"), (Moving, "`weight`")])
 def test_what_the_callback_deals_with_is_a_note(accelerator: str, cls: type[Net], words: str) -> None:
     report = CUDAGraphCallback().check(make(cls), loader(), _trainer(accelerator))
@@ -284,6 +285,7 @@ def test_the_command_shows_its_usage(capsys: pytest.CaptureFixture[str], args: l
     assert "doctor" in capsys.readouterr().err
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("example", [char_gpt, digits, bert, dlrm, image_classifier, ppo])
 def test_the_examples_have_no_findings(accelerator: str, example: Callable[[str], Any]) -> None:
     build, data = example(accelerator)
@@ -324,6 +326,7 @@ class Hooks(Net):
         self.handle = self.head.register_forward_hook(lambda module, given, out: out * 0.5)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("cls", "what", "remedy"),
     [
@@ -415,6 +418,7 @@ class OnOneLine(Net):
         self.head.bias.grad.add_(1.0, alpha=1 + self.global_step)  # ONCE
 
 
+@pytest.mark.long
 def test_one_finding_a_line(accelerator: str) -> None:
     """The search goes on behind a write into the batch, and behind C code that gets no number."""
     report = CUDAGraphCallback().check(make(OnOneLine), loader(), _trainer(accelerator))
@@ -529,6 +533,7 @@ class WithLoader(Kept):
         self.train_dataloader = lambda: loader  # type: ignore[method-assign]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("how", ["loader", "datamodule", "module"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loaders_are_as_they_were(accelerator: str, how: str, workers: int) -> None:
@@ -1059,6 +1064,7 @@ class SetsAndEnds(Net):
         return loss + self.last
 
 
+@pytest.mark.long
 def test_what_a_step_sets_is_no_change_between_two(accelerator: str) -> None:
     report = CUDAGraphCallback().check(make(SetsAndEnds), loader(), _trainer(accelerator))
     assert [finding.what[:37] for finding in report.findings] == [

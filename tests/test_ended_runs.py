@@ -85,6 +85,7 @@ def test_every_end_has_a_report(
         assert "ms replayed; " in str(callback.summary)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("fails", [True, False])
 def test_nothing_is_kept_of_a_run_that_is_over(tmp_path: Path, accelerator: str, fails: bool) -> None:
     """Its streams and its memory are for the next one."""

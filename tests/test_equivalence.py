@@ -277,6 +277,7 @@ class _Products(Net):
         return result
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("kind", "options"), [(_Whole, {"precision": "bf16-mixed"}), (_Products, {"max_steps": 3})]
 )

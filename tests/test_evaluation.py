@@ -394,6 +394,7 @@ def test_weights_that_move(tmp_path: Path, accelerator: str) -> None:
     assert counts.replayed == 60 - 3 * 3
 
 
+@pytest.mark.long
 def test_averaged_weights(tmp_path: Path, accelerator: str) -> None:
     done = row(
         tmp_path,
@@ -568,6 +569,7 @@ def test_tensors_of_inference_mode(tmp_path: Path, accelerator: str) -> None:
     assert both[1].callback.summary.validate.replayed == 4
 
 
+@pytest.mark.long
 def test_harmless(tmp_path: Path, accelerator: str, capsys: Any) -> None:
     done = row(
         tmp_path,
@@ -645,6 +647,7 @@ class Shapes(Evaluated):
         self.log("val_mean", batch.square().mean(), batch_size=len(batch))
 
 
+@pytest.mark.long
 def test_more_signatures_than_graphs(tmp_path: Path, accelerator: str) -> None:
     lengths = [torch.randn(1 + i % 10, 12) for i in range(40)]
     batches = DataLoader(lengths, batch_size=None)

@@ -127,8 +127,8 @@ def test_example(
         ("bert", "transformers", ["--data.max_passages=16"]),
         ("digits", "sklearn", ["--data.batch_size=16"]),
         ("dlrm", "torch", ["--data.train_batches=6"]),
-        ("ppo", "torch", ["--model.carts=24"]),
-        ("gan", "torch", ["--model.width=16"]),
+        pytest.param("ppo", "torch", ["--model.carts=24"], marks=pytest.mark.long),
+        pytest.param("gan", "torch", ["--model.width=16"], marks=pytest.mark.long),
         ("image_classifier", "torchvision", ["--data.batch_size=4", "--model.name=squeezenet1_1"]),
     ],
 )

@@ -120,7 +120,7 @@ FORMS: dict[str, Callable[[Any], O.Optimizer]] = {
 }
 
 
-@pytest.mark.spread(6)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "clip"),
     [  # Lightning itself refuses to clip for fused optimizers in mixed precision
@@ -269,6 +269,7 @@ def _restarts_later(optimizer: O.Optimizer) -> Any:
     return O.lr_scheduler.SequentialLR(optimizer, schedulers, [4])
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("schedule", [Restarts, _from_counters, _restarts_later])
 def test_a_schedule_finds_the_counters_of_its_step(
     tmp_path: Path, accelerator: str, schedule: Any
@@ -288,6 +289,7 @@ def _numbers(optimizer: O.Optimizer) -> Any:
     return O.lr_scheduler.LambdaLR(optimizer, lambda epoch: math.cos(epoch / length))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("schedule", [_numbers, O.lr_scheduler.LinearLR, O.swa_utils.SWALR])
 def test_a_schedule_of_numbers_does_not_make_the_host_wait(
     tmp_path: Path, accelerator: str, schedule: Any, monkeypatch: pytest.MonkeyPatch
@@ -358,6 +360,7 @@ class Draws(Own):
         super().update(p, state, group)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("kind", [Own, Averages, Draws])
 def test_optimizers_of_others(tmp_path: Path, accelerator: str, kind: Any) -> None:
     def build() -> Net:

@@ -385,6 +385,7 @@ def _trained(
     return [*seen, *net.parameters()], replays
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("first", [0, 6])
 @pytest.mark.parametrize("name", CHANGES)
 def test_graphed_step(accelerator: str, name: str, first: int) -> None:

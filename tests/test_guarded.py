@@ -699,6 +699,7 @@ class ReadsTable(Net):
         return super().forward(x) * float(self.table[-1])
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("length", [8_000, 10_000])
 def test_the_report_names_what_is_compared_in_pauses_only(
     tmp_path: Path, accelerator: str, length: int
@@ -726,6 +727,7 @@ class SwitchBeforeAnotherShape(Changing):
         torch.set_default_dtype(torch.float64)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -782,6 +784,7 @@ class NamedLikeOurs(Net):
             setattr(self.head, name, batch_idx)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("streams", [1, 2])
 def test_names_of_what_captures_are_not_the_steps(
     tmp_path: Path, accelerator: str, streams: int
@@ -853,6 +856,7 @@ class GradientOfTheHost(Net):
             self.extra.grad = torch.ones(3, device=self.device)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 3])
 def test_a_gradient_of_the_host(tmp_path: Path, accelerator: str, window: int) -> None:
     plain, graph = (
@@ -882,6 +886,7 @@ class _CountsUnderAnotherName(Net):
         self.counted += 1
 
 
+@pytest.mark.long
 def test_a_late_finding_tells_of_the_replays_before_it(tmp_path: Path, accelerator: str) -> None:
     callback = CUDAGraphCallback()
     train(make(_CountsUnderAnotherName), tmp_path, callback, accelerator=accelerator, max_epochs=3)

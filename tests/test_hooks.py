@@ -206,6 +206,7 @@ class MovingAverage(Callback):
         self.average.update_parameters(pl_module.features)
 
 
+@pytest.mark.long
 def test_an_average_of_weights_and_buffers(tmp_path: Path, accelerator: str) -> None:
     _, others, graph = _trained(
         tmp_path, Net, CUDAGraphCallback(), lambda: (MovingAverage(),), accelerator=accelerator
@@ -269,6 +270,7 @@ class SetsTheRate(Net):
             group["lr"] = 0.01 / (1 + self.global_step % 5)
 
 
+@pytest.mark.long
 def test_a_learning_rate_set_in_the_middle(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, SetsTheRate)
     assert done.graph.counts.replayed == 18
@@ -313,6 +315,7 @@ def test_gradients_left_in_place(
     assert not done.graph.counts.recaptures
 
 
+@pytest.mark.long
 def test_one_warm_up_step_does_not_show_the_gradients_left(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, ZeroesWhere, ours=lambda: CUDAGraphCallback(warmup_steps=1))
     assert done.graph.counts.warmed_up >= 2
@@ -391,6 +394,7 @@ class Differentiates(Callback):
             self.seen += torch.autograd.grad(loss, pl_module.head.weight, retain_graph=True)
 
 
+@pytest.mark.long
 def test_autograd_of_the_loss(tmp_path: Path, accelerator: str) -> None:
     message = r"`Differentiates\.on_before_backward` .* asks for the autograd of the loss"
     seen: list[Differentiates] = []
@@ -446,7 +450,7 @@ class ScaledBehind(Net):
             self.head.weight.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 2])
 def test_gradients_changed_by_callbacks(tmp_path: Path, accelerator: str, every: int) -> None:
     done = row(
@@ -488,6 +492,7 @@ class Adds(Callback):
             self.added[0].log = trainer.lightning_module.log  # type: ignore[method-assign]
 
 
+@pytest.mark.long
 def test_callbacks_that_come_later(tmp_path: Path, accelerator: str) -> None:
     _, others, graph = _trained(
         tmp_path, Net, CUDAGraphCallback(), lambda: (Adds(),), accelerator=accelerator
@@ -612,7 +617,7 @@ class Measures(Net):
         self.log("peak_gradient", self.head.weight.grad.max())  # type: ignore[union-attr]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("looking", [(), (LookingCallback,)])
 def test_a_metric_and_a_captured_hook(tmp_path: Path, accelerator: str, looking: Any) -> None:
     done = row(
@@ -636,6 +641,7 @@ class Pruned(Net):
         self.log("masked", self.head.weight_orig.grad.norm())
 
 
+@pytest.mark.long
 def test_pruned_weights_and_a_captured_hook(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, Pruned, ours=lambda: CUDAGraphCallback(scope="step"))
     assert done.graph.counts.replayed == 18
@@ -700,7 +706,7 @@ class ClipsStrictlyInVain(ClipsStrictly):
     spoilt = 12
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 2])
 def test_clipping_that_asks_for_finite_gradients(tmp_path: Path, accelerator: str, every: int) -> None:
     done = row(
@@ -714,7 +720,7 @@ def test_clipping_that_asks_for_finite_gradients(tmp_path: Path, accelerator: st
     assert f"test_hooks.py:{line} (`nn.utils.clip_grad_norm_(" in report
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 2])
 def test_clipping_that_finds_other_gradients(tmp_path: Path, accelerator: str, every: int) -> None:
     done = row(
@@ -736,7 +742,7 @@ def test_clipping_that_finds_other_gradients(tmp_path: Path, accelerator: str, e
         assert not differences(left(done.plain), left(done.graph))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("hook", ["on_before_backward", "backward"])
 def test_host_work_before_and_in_the_backward_pass(tmp_path: Path, accelerator: str, hook: str) -> None:
     def work(self: Any, loss: Tensor) -> None:
@@ -767,6 +773,7 @@ class StepsItsOwnWay(Net):
         optimizer.step(closure=optimizer_closure)
 
 
+@pytest.mark.long
 def test_a_step_of_ones_own(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, StepsItsOwnWay, max_epochs=5)
     assert done.graph.counts.replayed >= 15

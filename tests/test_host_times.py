@@ -136,6 +136,7 @@ def test_every_part_is_named(tmp_path: Path, accelerator: str, monkeypatch: pyte
     assert all(time_us > 0 for time_us in times.parts_us.values())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("measured")
 def test_waits_for_the_outcome_of_a_step(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch

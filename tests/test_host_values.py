@@ -197,6 +197,7 @@ def test_a_value_that_is_read_and_differs_in_each(
     assert f"`{path}`" in graph.counts.remedy
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings(SIZE)
 @pytest.mark.parametrize("use", [asks_for_the_type, catches], ids=lambda use: use.__name__)
 def test_python_that_sees_the_difference_does_not_train_wrong(
@@ -236,6 +237,7 @@ def test_c_code_gets_the_value_itself(tmp_path: Path, accelerator: str) -> None:
     assert "all strings and numbers of a batch are part of its signature" in str(graph.callback.summary)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SIZE)
 def test_control_without_notes_of_reads(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
@@ -310,6 +312,7 @@ class InTheLastPhase(Net):
         return loss
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SIZE)
 def test_a_value_that_one_accumulation_phase_reads(tmp_path: Path, accelerator: str) -> None:
     """The phases of a window share a static batch, with the value of another batch."""
@@ -322,6 +325,7 @@ def test_a_value_that_one_accumulation_phase_reads(tmp_path: Path, accelerator: 
     assert graph.counts.replayed > BATCHES
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SIZE)
 def test_an_optimizer_that_moves_leaves_the_graph_beside_names(tmp_path: Path, accelerator: str) -> None:
     """A refusal that has nothing to do with the batch is the same on each attempt."""

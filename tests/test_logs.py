@@ -219,7 +219,7 @@ def test_everything(
         assert eager == captured
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 @pytest.mark.parametrize("timings", [True, False])
 def test_graphs_that_share_sums(
@@ -348,6 +348,7 @@ def test_fit_twice(tmp_path: Path, accelerator: str) -> None:
     assert all(value.device.type == "cpu" for value in ends[1][1].values())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:You're resuming from a checkpoint")
 def test_resume_in_the_middle_of_an_epoch(tmp_path: Path, accelerator: str) -> None:
     first = train(make(Everything), tmp_path / "first", accelerator=accelerator, max_epochs=1)
@@ -373,6 +374,7 @@ class Weighted(Net):
         return output
 
 
+@pytest.mark.long
 def test_a_number_that_changes_with_the_epoch(tmp_path: Path, accelerator: str) -> None:
     plain, graph = _both(
         tmp_path, Weighted, accelerator=accelerator, train_loader=loader(batches=9), max_epochs=6
@@ -382,7 +384,7 @@ def test_a_number_that_changes_with_the_epoch(tmp_path: Path, accelerator: str) 
     assert graph.counts.replayed >= 30
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("epoch_batches", [2, 3])
 def test_a_number_that_changes_once_during_the_warm_up(
     tmp_path: Path, accelerator: str, epoch_batches: int

@@ -256,7 +256,7 @@ class Boost(Callback):
 
 # A first step that overflows is skipped, without graphs too.
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("cls", [GAN, InOne])
 def test_fp16(tmp_path: Path, accelerator: str, cls: type[GAN]) -> None:
     device = "cuda" if accelerator == "gpu" else "cpu"
@@ -269,6 +269,7 @@ def test_fp16(tmp_path: Path, accelerator: str, cls: type[GAN]) -> None:
     assert module.critic_step.summary.calls.replayed == 21, module.critic_step.summary
 
 
+@pytest.mark.long
 def test_profiler(tmp_path: Path, accelerator: str) -> None:
     profiler = SimpleProfiler(dirpath=tmp_path, filename="profile")
     fit(tmp_path, accelerator, build(GAN, True), profiler=profiler)
@@ -421,6 +422,7 @@ def test_the_callback_refuses_a_step_with_graphs_of_its_own(tmp_path: Path, acce
         fit(tmp_path, accelerator, build(GAN, True), callbacks=[CUDAGraphCallback()])
 
 
+@pytest.mark.long
 def test_callback_that_stays_eager_beside_graphed_steps(tmp_path: Path, accelerator: str) -> None:
     callback = CUDAGraphCallback(on_unsupported="eager")
     with pytest.warns(UserWarning, match="is a `GraphedStep`"):

@@ -343,7 +343,7 @@ class Ramp(GAN):
         return self.learn_generator(batch[0] * (self.global_step / 100))
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("build", "captures"), [(InTurn, 2), (KeepsInTurn, 2), (Named, 2), (Deep, 4), (ByStep, 4)]
 )
@@ -354,6 +354,7 @@ def test_paths(tmp_path: Path, accelerator: str, build: Any, captures: int) -> N
     assert run.counts.eager == {}
 
 
+@pytest.mark.long
 def test_a_kept_tensor_of_another_size(tmp_path: Path, accelerator: str) -> None:
     def ragged() -> DataLoader[Any]:
         return DataLoader(loader().dataset, batch_size=12)  # the last one has 4
@@ -364,6 +365,7 @@ def test_a_kept_tensor_of_another_size(tmp_path: Path, accelerator: str) -> None
     assert any("without a graph" in reason and "`images`" in reason for reason in run.counts.eager)
 
 
+@pytest.mark.long
 def test_the_gradient_of_a_batch(tmp_path: Path, accelerator: str) -> None:
     run = both(tmp_path, accelerator, Adversarial)
     assert run.counts.replayed > BATCHES
@@ -524,6 +526,7 @@ def _other_scaler(trainer: Any, callback: Callback) -> None:
     trainer.precision_plugin.scaler = scaler
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("change", "words"),
     [

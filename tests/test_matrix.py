@@ -105,6 +105,7 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("hypothesis_leaves_no_clock")
 @settings(max_examples=6, derandomize=True, phases=[Phase.generate], **_SETTINGS)
 @given(**_RANDOM)
@@ -167,6 +168,7 @@ def test_places_keep_what_is_written(name: str) -> None:
     assert read == [LOW, HIGH, LOW, LOW, HIGH]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("message", ["It cannot be captured.", "`made.made` changed at model.py."])
 def test_a_refusal_has_to_name_the_culprit(
     message: str, accelerator: str, monkeypatch: pytest.MonkeyPatch

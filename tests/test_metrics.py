@@ -76,7 +76,7 @@ class Measured(Net):
             metric.reset()
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*MulticlassAUROC.*", "ignore:.*samples in the buffer")
 @pytest.mark.parametrize("window", [1, 2])
 def test_metrics(tmp_path: Path, accelerator: str, window: int) -> None:

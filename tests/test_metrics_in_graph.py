@@ -239,7 +239,7 @@ class ManyMetrics(Watched):
                 metric.reset()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @UNIMPORTANT
 @pytest.mark.parametrize("method", ["update", "forward"])
 def test_which_metrics_are_in_the_graph(tmp_path: Path, accelerator: str, method: str) -> None:
@@ -365,6 +365,7 @@ def test_evaluation(tmp_path: Path, accelerator: str) -> None:
     assert on_host(graph) == {}
 
 
+@pytest.mark.long
 def test_a_fault_in_the_states_is_found(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +397,7 @@ def test_a_fault_in_the_states_is_found(
         train(make(Everyday), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
 
 
+@pytest.mark.long
 @UNIMPORTANT
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:You.re resuming")
 def test_resume_in_the_middle_of_an_epoch(tmp_path: Path, accelerator: str) -> None:
@@ -453,7 +455,7 @@ class Collections(Watched):
         self.called.reset()
 
 
-@pytest.mark.spread(3)
+@pytest.mark.long
 @UNIMPORTANT
 @pytest.mark.parametrize("groups", [True, False, [["precision", "recall"], ["auroc"]]])
 def test_collections(tmp_path: Path, accelerator: str, groups: bool | list[list[str]]) -> None:
@@ -501,6 +503,7 @@ class Twice(Watched):
         return loss
 
 
+@pytest.mark.long
 def test_several_calls_in_one_step(tmp_path: Path, accelerator: str) -> None:
     _, graph = both(Twice, tmp_path, accelerator)
     found = on_host(graph)
@@ -651,6 +654,7 @@ class OwnMetrics(Watched):
         return loss
 
 
+@pytest.mark.long
 def test_own_metrics(tmp_path: Path, accelerator: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = train(make(OwnMetrics), tmp_path / "plain", accelerator=accelerator)
     said = capsys.readouterr().out.count("a call")
@@ -691,6 +695,7 @@ class Hidden(Watched):
         return nn.functional.cross_entropy(logits, y)
 
 
+@pytest.mark.long
 def test_metrics_that_no_module_knows(tmp_path: Path, accelerator: str) -> None:
     _, graph = both(Hidden, tmp_path, accelerator)
     assert on_host(graph) == {}
@@ -918,6 +923,7 @@ class Unread(OfTheHost):
         self.running = aggregation.MeanMetric()  # has states `mean_value` and `weight`
 
 
+@pytest.mark.long
 def test_names_of_states_are_not_reads(tmp_path: Path, accelerator: str) -> None:
     _, graph = both(Unread, tmp_path, accelerator)
     assert not graph.counts.recaptures

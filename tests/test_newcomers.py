@@ -162,7 +162,7 @@ def _script(tmp_path: Path, fault: Fault) -> tuple[Path, int]:
     return path, number
 
 
-@pytest.mark.spread(7)
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_the_terminal_shows(tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]

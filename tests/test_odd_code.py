@@ -311,7 +311,7 @@ SAME: list[type[Net]] = [
 ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("cls", SAME, ids=lambda cls: cls.__name__)
 def test_same(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
@@ -523,6 +523,7 @@ class TakesFields(Net):
         return nn.functional.cross_entropy(self(x.as_subclass(Tensor)), y)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("build", [_fields, _expanded])
 def test_batches_that_can_be_copied(tmp_path: Path, accelerator: str, build: Any) -> None:
     kwargs: dict[str, Any] = {"train_loader": DataLoader(Batches(build), batch_size=None)}
@@ -568,6 +569,7 @@ class FailsOnce(Net):
             raise ValueError("once")
 
 
+@pytest.mark.long
 def test_a_fit_after_one_that_never_reached_our_hooks(tmp_path: Path, accelerator: str) -> None:
     import lightning.pytorch as pl
 
@@ -609,6 +611,7 @@ def test_under_a_profiler(tmp_path: Path, accelerator: str) -> None:
     assert graph.counts.captures == 1
 
 
+@pytest.mark.long
 def test_pictures_beside_the_times(tmp_path: Path, accelerator: str) -> None:
     """Records of others go through TensorBoard's own hands."""
 

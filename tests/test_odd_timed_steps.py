@@ -81,6 +81,7 @@ class _Lbfgs(Net):
         return super().forward(x)
 
 
+@pytest.mark.long
 def test_a_closure_that_is_called_several_times(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +179,7 @@ class _GoesBackBehind(Callback):
         trainer.strategy.backward(pl_module(batch[0]).mean(), None)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cls", "others"),
     [(_StepsTwice, ()), (_LooksAgain, ()), (Net, (_GoesBackBehind(),))],
@@ -283,6 +284,7 @@ def test_outputs_of_layers_that_cannot_be_walked(
     assert callback is None or timed.counts.replayed == 18
 
 
+@pytest.mark.long
 def test_layers_in_torchscript(tmp_path: Path, accelerator: str) -> None:
     """They take no hooks, which is said."""
 
@@ -344,7 +346,7 @@ def _changed(
     return last, str(graph.summary if graphed else monitor.report)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_layer_that_another_one_replaces(tmp_path: Path, accelerator: str, graphed: bool) -> None:
     """The times of its name go on."""
@@ -408,7 +410,7 @@ class _PartlyCompiled(Net):
 
 
 # Inductor's own imports, in torch 2.11.
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("n", [1, 2])
 def test_layers_in_compiled_code(tmp_path: Path, accelerator: str, n: int) -> None:

@@ -373,6 +373,7 @@ class KeepsInPauses(Callback):
         self.kept += [p.grad for p in pl_module.parameters() if p.grad is not None]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", ["on_train_epoch_end", "on_save_checkpoint"])
 def test_gradients_that_are_kept_in_pauses(tmp_path: Path, accelerator: str, name: str) -> None:
     """No user code runs between two steps of an epoch, so that references were not counted."""
@@ -395,7 +396,7 @@ def test_gradients_that_are_kept_in_pauses(tmp_path: Path, accelerator: str, nam
     assert callback.summary.fit.replayed > 9
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_gradients_that_somebody_keeps_by_scope(tmp_path: Path, accelerator: str, scope: Any) -> None:
     collectors = [Collects(), Collects()]

@@ -81,6 +81,7 @@ class Dynamic(Net):
         return loss
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -104,6 +105,7 @@ def test_a_step_with_a_branch_on_the_host(
         assert note(run, name) == "1 captures; calls: 18 replays; 6 in warm-up"
 
 
+@pytest.mark.long
 def test_fp16_with_a_scaler(tmp_path: Path, accelerator: str) -> None:
     device = "cuda" if accelerator == "gpu" else "cpu"
     traces = []
@@ -231,6 +233,7 @@ class TwoLosses(Dynamic):
         self.heads = Heads()
 
 
+@pytest.mark.long
 def test_two_losses_with_backward_passes_of_their_own(tmp_path: Path, accelerator: str) -> None:
     assert runs(tmp_path, TwoLosses, ["heads"], accelerator).counts.replayed == FULL - WARMUP
 
@@ -245,6 +248,7 @@ class Strided(Dynamic):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.long
 def test_gradients_in_too_many_forms(tmp_path: Path, accelerator: str) -> None:
     run = runs(tmp_path, Strided, ["features"], accelerator)
     assert "with other strides, again and again" in note(run, "features")
@@ -282,6 +286,7 @@ class Loops(Dynamic):
         return self.head(h + nn.functional.linear(h, self.cell.weight.weight))
 
 
+@pytest.mark.long
 def test_a_module_that_is_called_many_times(tmp_path: Path, accelerator: str) -> None:
     run = runs(tmp_path, Loops, ["cell"], accelerator, accumulate_grad_batches=2)
     assert run.counts.replayed >= FULL - 2 * WARMUP
@@ -406,6 +411,7 @@ class Manual(Dynamic):
         self.log("loss", loss)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 def test_manual_optimization_with_toggled_weights(tmp_path: Path, accelerator: str) -> None:
     run = runs(tmp_path, Manual, ["features", "head"], accelerator)
@@ -727,6 +733,7 @@ def test_a_stale_graph_is_noticed(tmp_path: Path, accelerator: str) -> None:
     assert run.counts.replayed >= 8
 
 
+@pytest.mark.long
 def test_control_without_guards_the_run_differs(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -885,6 +892,7 @@ class Layers(Dynamic):
         return self.head(out.mean(1).add_(h)).relu_()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_layers_of_torch(tmp_path: Path, accelerator: str, precision: Any) -> None:
     modules = ["lstm", "attention", "head"]
@@ -1057,6 +1065,7 @@ class EarlyExitOfSamples(EarlyExit):
     per_sample = True
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("build", "modules"),
     [
@@ -1080,6 +1089,7 @@ class Resets(Callback):
             pl_module.features[0].weight.mul_(0.9)
 
 
+@pytest.mark.long
 def test_with_evaluation_graphs(tmp_path: Path, accelerator: str) -> None:
     kwargs: dict[str, Any] = {"val_check_interval": 2, "callbacks": (Resets(),)}
     run = runs(tmp_path, Dynamic, ["features", "head"], accelerator, evaluation=True, **kwargs)

@@ -129,11 +129,11 @@ def both(tmp_path: Path, accelerator: str, use: Any, ours: Any = None, **kwargs:
     ("use", "paths"),
     [
         (regularises, 2),
-        (alternates, 2),
-        (warms_up, 2),
+        pytest.param(alternates, 2, marks=pytest.mark.long),
+        pytest.param(warms_up, 2, marks=pytest.mark.long),
         (computes, 3),
-        (logs_numbers, 2),
-        (comes_late, 4),
+        pytest.param(logs_numbers, 2, marks=pytest.mark.long),
+        pytest.param(comes_late, 4, marks=pytest.mark.long),
         (counts_steps, 3),
     ],
     ids=lambda case: getattr(case, "__name__", ""),
@@ -193,6 +193,7 @@ class Gains(Callback):
             module.gain = 0.5
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_change_that_the_next_step_does_not_read(
     tmp_path: Path, accelerator: str, window: int
@@ -212,6 +213,7 @@ def test_a_change_that_the_next_step_does_not_read(
     assert "`gain` of the `Branching` changed from 1.0 to 0.5" in reason
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("window", [2, 3])
 def test_windows(tmp_path: Path, accelerator: str, window: int) -> None:
     """Each accumulation phase reads another part of the index, and the phases share a static batch."""
@@ -234,6 +236,7 @@ def test_windows(tmp_path: Path, accelerator: str, window: int) -> None:
     assert run.counts.replayed > 2 * BATCHES
 
 
+@pytest.mark.long
 def test_fp16(tmp_path: Path, accelerator: str) -> None:
     runs = [
         fp16(
@@ -304,6 +307,7 @@ def test_printed(tmp_path: Path, accelerator: str) -> None:
     assert re.fullmatch(rf"{AFTERWARDS} See docs/recipes/item_and_print\.md\.", caught.value.remedy)
 
 
+@pytest.mark.long
 def test_control_without_notes_of_reads(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +352,7 @@ LATER: dict[str, tuple[Callable[[Prints, Any], Any], int, str]] = {
 _USUAL = [(False, "seldom", "raise"), (True, "from an epoch on", "raise")]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("is_automatic", "case", "on_unsupported"),
     [
@@ -416,6 +421,7 @@ class Appends(Net):
         return loss * 2 if len(dataclasses.astuple(self.losses)[0]) > 5 else loss
 
 
+@pytest.mark.long
 def test_a_list_that_one_path_appends_to(tmp_path: Path, accelerator: str) -> None:
     plain, graph = (
         train(
@@ -470,6 +476,7 @@ class Shows(Net):
         return {"logits": logits} if batch_idx == 0 else None
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("shows", [False, True])
 def test_evaluation(
     tmp_path: Path, accelerator: str, shows: bool, capsys: pytest.CaptureFixture[str]

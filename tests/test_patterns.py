@@ -803,6 +803,7 @@ class ClipsByABranch(Simple):
                 gradient.mul_(0.1 / norm)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("module", "clip"), [(Simple, 0.1), (ClipsInAHook, None), (ClipsByABranch, None)]
 )
@@ -869,6 +870,7 @@ class ReboundStatistics(Statistics):
     rebinds = True
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("module", [Statistics, ReboundStatistics])
 def test_global_statistics(tmp_path: Path, accelerator: str, module: type[Statistics]) -> None:
     trace = fit(module, tmp_path, accelerator)
@@ -933,6 +935,7 @@ class CapacityMixture(DroplessMixture):
         return self.mixture.capacity(x)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("module", [BothExits, ToldExit, CapacityMixture])
 def test_training_along_paths(tmp_path: Path, accelerator: str, module: Any) -> None:
     trace = fit(module, tmp_path, accelerator, max_epochs=6, train_loader=loader(ragged=False))

@@ -164,7 +164,7 @@ LOOKS: dict[str, Callable[[int], bool]] = {
 }
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("looks", LOOKS)
 @pytest.mark.parametrize("window", [1, 3])
 def test_whoever_looks_finds_what_is_there(
@@ -468,6 +468,7 @@ class Comes(Callback):
         self.seen.append((outputs, batch, batch_idx, dict(trainer.callback_metrics)))
 
 
+@pytest.mark.long
 def test_a_callback_that_is_added_in_mid_epoch(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +486,7 @@ def test_a_callback_that_is_added_in_mid_epoch(
     assert not differences(plain.seen, graph.seen)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("how", ["a new list", "in the place of another"])
 def test_the_callbacks_are_others_in_mid_epoch(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, how: str
@@ -544,6 +546,7 @@ class Notes(CSVLogger):
         super().log_metrics(metrics, step)
 
 
+@pytest.mark.long
 def test_a_logger_that_looks(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loggers: list[Notes] = []
 
@@ -741,6 +744,7 @@ def test_metrics(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPat
     assert not differences(plain.error.compute(), graph.error.compute())
 
 
+@pytest.mark.long
 def test_tensorboard_gets_the_same(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

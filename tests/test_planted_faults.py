@@ -292,6 +292,7 @@ def test_caught(tmp_path: Path, accelerator: str, name: str) -> None:
 _CONTROLLED = {fault.control: name for name, fault in reversed(FAULTS.items()) if fault.control}
 
 
+@pytest.mark.spread
 @pytest.mark.usefixtures("only_numbers_are_checked")
 @pytest.mark.parametrize(
     "name",

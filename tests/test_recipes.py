@@ -150,6 +150,7 @@ def run(
     return form, trace
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(("page", "name"), CASES)
 def test_each_form_does_what_its_page_says(page: Path, name: str, tmp_path: Path) -> None:
     _, plain = run(page, name, tmp_path / "plain", graphs=False)

@@ -83,6 +83,7 @@ def test_model_checkpoint(tmp_path: Path, accelerator: str, name: str, watched: 
     assert [*done.graph.checkpoints]
 
 
+@pytest.mark.long
 def test_model_checkpoint_by_the_clock(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +171,7 @@ class SearchesAgain(LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_learning_rate_finder_in_later_epochs(tmp_path: Path, accelerator: str, watched: bool) -> None:
     setting = alone(lambda: SearchesAgain(num_training_steps=20, early_stop_threshold=None))
@@ -259,6 +260,7 @@ def test_finetuning(tmp_path: Path, accelerator: str, name: str, watched: bool) 
     )
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_finetuning_resumed_without_the_callback(tmp_path: Path, accelerator: str) -> None:
     """What finetuning keeps of the param groups is as the user has them, so that it loads anywhere."""
@@ -280,6 +282,7 @@ def test_finetuning_resumed_without_the_callback(tmp_path: Path, accelerator: st
     assert not any(group["capturable"] for group in resumed.final["optimizer"]["param_groups"])
 
 
+@pytest.mark.long
 def test_finetuning_in_the_arithmetic_of_a_graph(tmp_path: Path, accelerator: str) -> None:
     """A param group that is added later computes as the first one does."""
 

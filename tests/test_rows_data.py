@@ -148,6 +148,7 @@ def test_batches_that_are_none(tmp_path: Path, accelerator: str) -> None:
     became(done.graph, replayed=2 * 8 - WARMUP)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SIZE)
 def test_names_that_differ_in_every_batch(tmp_path: Path, accelerator: str) -> None:
     named = [{"x": x, "y": y, "name": f"{i}.png"} for i, (x, y) in enumerate(numbers())]
@@ -207,7 +208,7 @@ def _both(batch: Any) -> tuple[Tensor, Tensor]:
     return (x, y) if other is None else (x + other[0], y)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings(SIZE)
 def test_combined_loaders(tmp_path: Path, accelerator: str, mode: Any) -> None:
@@ -223,7 +224,7 @@ def test_combined_loaders(tmp_path: Path, accelerator: str, mode: Any) -> None:
     became(done.graph, replayed=3 * length - WARMUP - missing, eager=eager)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["dict", "list", "nested"])
 @pytest.mark.filterwarnings(SIZE)
 def test_several_loaders(tmp_path: Path, accelerator: str, form: str) -> None:
@@ -248,7 +249,7 @@ def test_a_sequential_loader_fails_without_us_too(tmp_path: Path, accelerator: s
             train(make(Net), tmp_path / name, callback, accelerator=accelerator, train_loader=data)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["sequential", "max_size", "min_size"])
 def test_several_validation_loaders(tmp_path: Path, accelerator: str, mode: Any) -> None:
     class Validates(Net):
@@ -380,7 +381,7 @@ SAMPLERS: dict[str, Callable[[], DataLoader[Any]]] = {
 }
 
 
-@pytest.mark.spread(3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers(tmp_path: Path, accelerator: str, name: str) -> None:
     done = row(tmp_path, accelerator, Net, on(SAMPLERS[name]))

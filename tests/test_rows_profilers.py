@@ -43,6 +43,7 @@ class Kept:
         return {"profiler": self.made}
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_simple(tmp_path: Path, accelerator: str, watched: bool) -> None:
     kept = Kept(SimpleProfiler)
@@ -62,6 +63,7 @@ def test_simple(tmp_path: Path, accelerator: str, watched: bool) -> None:
     assert "replay.training_step" in next((tmp_path / "graph").glob("*profile*.txt")).read_text()
 
 
+@pytest.mark.long
 def test_advanced(tmp_path: Path, accelerator: str) -> None:
     kept = Kept(AdvancedProfiler)
     done = row(tmp_path, accelerator, setting=kept)
@@ -93,7 +95,7 @@ class ProfilesItself(Net):
             return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("profiler", ["simple", "advanced"])
 def test_actions_of_the_users_own(tmp_path: Path, accelerator: str, profiler: str) -> None:
     done = row(tmp_path, accelerator, ProfilesItself, profiler=profiler)

@@ -425,6 +425,7 @@ def _with_its_own_loaders(trainer: pl.Trainer, module: Any, *args: Any, **kwargs
     trainer.fit(module)
 
 
+@pytest.mark.long
 def test_loaders_of_the_module_that_are_made_anew(tmp_path: Path, accelerator: str) -> None:
     done = row(
         tmp_path,
@@ -616,7 +617,7 @@ ASKING: dict[str, tuple[Callable[[Any], None], str, type[Net], type[Exception] |
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:lightning_cudagraph. the graphs of a `fit` were released after step")
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", ASKING)
@@ -710,6 +711,7 @@ def test_validation_after_a_fit_that_failed(tmp_path: Path, accelerator: str) ->
     trainer.validate(module, loader(), verbose=False)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("at", [1, 3, 10], ids=["warm-up", "capture", "replay"])
 def test_validation_in_a_step(tmp_path: Path, accelerator: str, at: int) -> None:
     class Asks(Net):
@@ -727,6 +729,7 @@ def test_validation_in_a_step(tmp_path: Path, accelerator: str, at: int) -> None
 # Several runs, one after the other.
 
 
+@pytest.mark.long
 def test_a_fit_after_a_fit_that_failed(tmp_path: Path, accelerator: str) -> None:
     class FailsOnce(Net):
         failed = False
@@ -769,6 +772,7 @@ def test_fit_twice(tmp_path: Path, accelerator: str, fit: Callable[..., None]) -
     became(done.graph, replayed=16 - 3 - 2, eager={RAGGED: 2})
 
 
+@pytest.mark.long
 def test_another_trainer_for_the_same_module(tmp_path: Path, accelerator: str) -> None:
     def twice(folder: str, callback: Callable[[], CUDAGraphCallback | None]) -> list[Trace]:
         module = make(Net)

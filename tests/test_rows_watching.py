@@ -79,6 +79,7 @@ def test_timer(
     assert done.graph.counts.replayed
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:FLOPs not found for")  # of some GPUs, which Lightning does not know
 def test_throughput_monitor(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, clock: Any
@@ -100,6 +101,7 @@ def test_throughput_monitor(
     assert "train/samples" in done.graph.csv or "train|samples" in done.graph.csv
 
 
+@pytest.mark.long
 def test_device_stats_monitor(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
     monkeypatch.setattr(device_stats_monitor, "_PSUTIL_AVAILABLE", True)
@@ -116,6 +118,7 @@ def test_device_stats_monitor(tmp_path: Path, accelerator: str, monkeypatch: pyt
     assert "DeviceStatsMonitor.on_train_batch_end" in done.graph.csv
 
 
+@pytest.mark.long
 def test_model_summary(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, setting=alone(lambda: ModelSummary(max_depth=-1)))
     became(done.graph, replayed=18, eager=ONE_SHAPE)
@@ -278,6 +281,7 @@ class WithoutNorm(Net):
         del self.features[1]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("spike", [False, True])
 def test_spike_detection(tmp_path: Path, accelerator: str, spike: bool) -> None:
     def setting(folder: Path) -> dict[str, Any]:

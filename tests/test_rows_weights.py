@@ -63,7 +63,7 @@ def test_swa(tmp_path: Path, accelerator: str, annealing: str, precision: str, w
     became(done.graph, replayed=32, eager={RAGGED: 5})
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_swa_with_batch_norm(tmp_path: Path, accelerator: str, accumulate: int, watched: bool) -> None:
@@ -115,7 +115,7 @@ def test_averages(tmp_path: Path, accelerator: str, name: str, watched: bool) ->
     assert (updates if is_captured else "is updated eagerly") in str(done.graph.summary)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("name", ["EMA", "SWA"])
 def test_averages_resumed(tmp_path: Path, accelerator: str, name: str) -> None:
@@ -156,7 +156,7 @@ _RECOMPUTED: dict[str, Callable[[nn.Linear], object]] = {
 }
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("every", [1, 2])
@@ -255,7 +255,7 @@ def test_pruning(tmp_path: Path, accelerator: str, name: str, watched: bool) -> 
     )
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_pruned_from_the_start(tmp_path: Path, accelerator: str, accumulate: int) -> None:
     class Pruned(Sees):
@@ -270,7 +270,7 @@ def test_pruned_from_the_start(tmp_path: Path, accelerator: str, accumulate: int
     assert not done.graph.counts.recaptures
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize("normalised", ["weight_norm", "spectral_norm"])
 def test_older_normalised_weights(tmp_path: Path, accelerator: str, normalised: str) -> None:
@@ -316,7 +316,7 @@ def everything(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("position", [0, 3, -1])
 def test_many_together(tmp_path: Path, accelerator: str, position: int) -> None:
     """In whichever place among the others ours stands."""

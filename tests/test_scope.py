@@ -125,6 +125,7 @@ class FrozenWithGradient(Net):
             self.features[0].weight.requires_grad_(False)
 
 
+@pytest.mark.long
 def test_a_frozen_parameter_with_a_gradient(tmp_path: Path, accelerator: str) -> None:
     plain = train(make(FrozenWithGradient), tmp_path / "plain", accelerator=accelerator)
     callback = CUDAGraphCallback()
@@ -155,6 +156,7 @@ def test_cycled_momentum_is_in_the_graph(tmp_path: Path, accelerator: str, name:
     assert "the optimizer steps eagerly" not in str(callback.summary)
 
 
+@pytest.mark.long
 def test_cycled_momentum_under_accumulation(tmp_path: Path, accelerator: str) -> None:
     """The momentum moves once in each window: that is every step of the optimizer."""
 
@@ -229,6 +231,7 @@ class OwnAdam(O.Adam):
     """A subclass that changes nothing about the step."""
 
 
+@pytest.mark.long
 def test_a_subclass_with_the_same_step(tmp_path: Path, accelerator: str) -> None:
     def build() -> Net:
         return Net(lambda p: OwnAdam(p, lr=1e-2, fused=True))

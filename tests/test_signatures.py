@@ -111,6 +111,7 @@ def test_the_ragged_batch_of_many_epochs(tmp_path: Path, accelerator: str) -> No
     assert run.counts.replayed == 5 * epochs - 3 - TO_EARN - WATCHED
 
 
+@pytest.mark.long
 def test_more_lengths_than_graphs(tmp_path: Path, accelerator: str) -> None:
     """Twelve that come equally often: four have graphs, and none takes another one's place."""
     lengths = [*range(3, 15)] * 14
@@ -133,6 +134,7 @@ def test_the_least_recently_used_is_released(tmp_path: Path, accelerator: str) -
     assert "released for others 3 time(s)" in str(run.summary)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SIZE)
 def test_a_released_graph_adds_to_gradients_of_another(tmp_path: Path, accelerator: str) -> None:
     """Those stay where the other graph writes them: on a GPU, a graph's own move out of its pool."""
@@ -143,6 +145,7 @@ def test_a_released_graph_adds_to_gradients_of_another(tmp_path: Path, accelerat
     assert run.counts.replayed > 60
 
 
+@pytest.mark.long
 def test_graphs_that_serve_few_replays_are_exchanged_no_more(
     tmp_path: Path, accelerator: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,7 +202,7 @@ def test_parameters_that_only_some_lengths_use(tmp_path: Path, accelerator: str,
     assert run.counts.recaptures == ()
 
 
-@pytest.mark.spread(3, first=2)
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["bf16-mixed", "sgd", "eager-optimizer"])
 def test_forms(tmp_path: Path, accelerator: str, form: str) -> None:
     makers: dict[str, Any] = {
@@ -219,7 +222,7 @@ def test_forms(tmp_path: Path, accelerator: str, form: str) -> None:
     assert run.counts.replayed == 39
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 4])
 def test_times_are_of_one_signature(tmp_path: Path, accelerator: str, every: int) -> None:
     callback = CUDAGraphCallback(timings=LayerTimings(every_n_steps=every))
@@ -260,6 +263,7 @@ def test_a_later_length_that_cannot_be_captured(tmp_path: Path, accelerator: str
     assert any("item" in reason for reason in run.counts.eager)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before")
 def test_resume(tmp_path: Path, accelerator: str) -> None:
@@ -290,6 +294,7 @@ def test_resume(tmp_path: Path, accelerator: str) -> None:
     assert runs["graph"].counts.captures == 3
 
 
+@pytest.mark.long
 def test_one_graph(tmp_path: Path, accelerator: str) -> None:
     """With `max_graphs=1`, other lengths that come between its batches do not take its place."""
     callback = CUDAGraphCallback(max_graphs=1)

@@ -114,6 +114,7 @@ class ScalesInAClosure(Scales):
 
 
 # The gradients of the second's parameters are added to, and then dropped: learned in two more steps.
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("loop", "replays"), [(Scales, 21), (ScalesTwo, 19), (ScalesTwice, 21), (ScalesInAClosure, 21)]
 )

@@ -215,6 +215,7 @@ class LossBeside(TwoHeads):
         return step(x, y)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("loop", [OneAfterTheOther, OptimizerAlone, LossBeside])
 def test_a_parameter_that_has_a_gradient_later(accelerator: str, loop: type[Loop]) -> None:
     replays = {OneAfterTheOther: 7, OptimizerAlone: 11, LossBeside: 11}[loop]

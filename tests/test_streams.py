@@ -94,7 +94,7 @@ def test_same_as_plain(tmp_path: Path, accelerator: str, streams: AskedStreams) 
     assert graph.counts.captures == 1
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_same_with_lists_of_tensors_and_clipping(
@@ -110,6 +110,7 @@ def test_same_with_lists_of_tensors_and_clipping(
     assert ("on several streams layers overlap" in str(graph.callback.summary)) is timed
 
 
+@pytest.mark.long
 def test_same_when_gradients_are_accumulated_and_validation_is_captured(
     tmp_path: Path, accelerator: str
 ) -> None:
@@ -183,6 +184,7 @@ def test_nested_passes(
 
 
 # The other rules are taken out in `test_dataflow`, where schedules are made in which each one shows.
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["_read_after_write"])
 def test_without_a_rule_the_numbers_are_others(
     tmp_path: Path, accelerator: str, rule: str, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +205,7 @@ def test_without_a_rule_the_numbers_are_others(
         ([], {}, "1 stream: by its data flow, more gain less than 3%"),
     ],
 )
-@pytest.mark.parametrize("has_others", [False, True])
+@pytest.mark.parametrize("has_others", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_one_number_is_tried_and_the_faster_capture_kept(
     tmp_path: Path,
     useful: list[int],

@@ -76,6 +76,7 @@ class InAttributes(InTheBatch):
         self.by_step = tuple(_layouts(x * 2))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", [InTheBatch, InAttributes])
 def test_sums(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 2, "limit_val_batches": 0}

@@ -162,6 +162,7 @@ class Bar(TQDMProgressBar):
         return super().get_metrics(*args)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("bar", [Bar, RichProgressBar])
 def test_other_code_reads_the_last_step(
     tmp_path: Path,

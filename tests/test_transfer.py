@@ -142,6 +142,7 @@ class AddsNoise(Net):
         return [batch[0] + torch.rand_like(batch[0]), batch[1]]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("build", [Net, KeepsInHook, Scales, AddsNoise])
 def test_others_get_batches_of_their_own(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, build: type[Net]
@@ -213,6 +214,7 @@ class KeepsInStep(Net):
         return loss * (1 + 0.1 * moved)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_step_that_keeps_its_batch(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, window: int

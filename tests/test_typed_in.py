@@ -99,6 +99,7 @@ def test_what_the_step_reads_is_watched(
     assert graph.counts.captures > 1, graph.counts
 
 
+@pytest.mark.spread
 def test_what_validation_reads_is_watched(
     tmp_path: Path, accelerator: str, names: dict[str, Any]
 ) -> None:

@@ -206,7 +206,7 @@ _WHOLE = [
 ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("kind", _WHOLE, ids=lambda kind: kind.__name__)
 def test_autocast_comes_to_what_ops_consist_of(
@@ -311,6 +311,7 @@ class Calls(Whole):
         return torch.ops.tests_under_modes.in_fp32(x, self.weight)
 
 
+@pytest.mark.long
 def test_an_op_that_another_calls(tmp_path: Path, accelerator: str) -> None:
     """Nobody knows whether it has switched autocast off."""
     name = "`tests_under_modes::times`, called by the Python of another one under autocast"

@@ -93,6 +93,7 @@ class CountsItsCalls(Net):
         return result
 
 
+@pytest.mark.long
 def test_captures_that_take_turns_are_not_taken_for_unsteady_kernels(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +141,7 @@ def test_checks_change_nothing(tmp_path: Path, accelerator: str) -> None:
     assert "11 replay(s) verified against eager steps" in str(callback.summary)
 
 
+@pytest.mark.long
 def test_a_single_check_is_on_another_batch_than_the_capture(tmp_path: Path, accelerator: str) -> None:
     """The scale changes before the first replay that has a new batch."""
     caught = CUDAGraphCallback(verify=Verification(replays=1))
@@ -213,6 +215,7 @@ def test_a_learning_rate_that_moves_late_gets_a_check(
     assert differences(plain.final["weights"], wrong.final["weights"])
 
 
+@pytest.mark.long
 def test_a_learning_rate_that_moves_at_once_needs_no_check_more(
     tmp_path: Path, accelerator: str
 ) -> None:
@@ -317,6 +320,7 @@ def _small_device(monkeypatch: pytest.MonkeyPatch, device_bytes: int, host_bytes
     return parked
 
 
+@pytest.mark.long
 def test_copies_are_parked_on_the_host(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def test_the_other_package_of_lightnings_alone(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_torchvision_of_another_build(tmp_path: Path) -> None:
     """As torchvision fails where its compiled code does not fit torch, in Lightning's own import."""
     fails = "raise RuntimeError('operator torchvision::nms does not exist')\n"

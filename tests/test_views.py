@@ -108,6 +108,7 @@ def test_the_report_has_a_step_of_the_warm_up_beside_replays(tmp_path: Path, acc
     assert len({line.index("%") for line in rows.values()}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.pictures
 def test_an_eager_run_shows_the_same(tmp_path: Path, accelerator: str) -> None:
     timings = LayerTimingsMonitor(LayerTimings(window_steps=6, trace_steps=2))

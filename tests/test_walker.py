@@ -507,6 +507,7 @@ def test_a_change_that_no_name_tells_is_captured_again_with_the_culprit(
     assert all("`config.weight` of the `PerEpoch`" in reason for reason in graph.counts.recaptures)
 
 
+@pytest.mark.long
 def test_without_walks_and_checks_it_trains_wrong(
     tmp_path: Path, accelerator: str, only_numbers_are_checked: None
 ) -> None:
@@ -595,6 +596,7 @@ def test_an_effect_that_comes_later(tmp_path: Path, accelerator: str) -> None:
     assert module.box.calls == plain_module.box.calls > 10
 
 
+@pytest.mark.long
 def test_without_undoing_it_counts_otherwise(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -623,6 +625,7 @@ def test_a_name_that_only_begins_like_a_harmless_one(tmp_path: Path, accelerator
         train(make(CountsUnderAName), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
 
 
+@pytest.mark.long
 def test_without_that_it_counts_too_few(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

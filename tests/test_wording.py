@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ WORDINGS = {
 }
 
 
+@cache
 def _texts() -> list[str]:
     """All texts of the package but those of the tables themselves, and a path that is put together."""
     files = [

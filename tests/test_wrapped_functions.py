@@ -54,6 +54,7 @@ class UsesThem(Net):
         return F.cross_entropy(logits, y) + 0.01 * (1.5 - logits).norm()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.parametrize("batches", [2, 8])  # in warm-up alone, and in replays
 def test_a_wrapper_runs_once(

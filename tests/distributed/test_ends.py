@@ -30,7 +30,7 @@ long = pytest.mark.long
         pytest.param("an_error_in_a_step_on_rank_1", marks=long),
         pytest.param(IN_A_CAPTURE[0], marks=long),
         pytest.param(IN_A_CAPTURE[1], marks=long),
-        "an_error_behind_a_signal",
+        pytest.param("an_error_behind_a_signal", marks=long),
     ],
 )
 def test_an_error_in_a_step_of_one_process_ends_all(tmp_path: Path, accelerator: str, case: str) -> None:

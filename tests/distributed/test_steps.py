@@ -19,28 +19,21 @@ from lightning_cudagraph.graphed_step.processes import StepProcesses
 from lightning_cudagraph.processes.at_exit import uncaught_error
 from tests.distributed.launch import AT_ONCE_S, assert_cases_of, launch
 
-SAME = (
+SAME = ("plain_loop_in_buckets", "accumulated", "a_step_of_one_process", "fabric_accumulated")
+SAME_LONG = (
     "plain_loop",
-    "plain_loop_in_buckets",
-    "accumulated",
     "accumulated_inside",
     "validated",
-    "a_step_of_one_process",
     "a_teacher_without_gradients",
+    "fabric_in_one",
+    "the_example_of_fabric",
 )
-FABRIC = ("fabric_accumulated",)
-FABRIC_LONG = ("fabric_in_one", "the_example_of_fabric")
 AGREED = (
     "an_error_in_one_process",
     "another_shape",
     "a_guard_in_one_process",
-    "a_number_that_alternates_in_one_process",
     "a_capture_that_one_refuses",
-    "wrappers_that_are_refused",
-    "a_hook_in_the_middle_of_the_loop",
     "collectives_that_are_refused",
-    "unequal_batches",
-    "manual_optimization_is_refused",
 )
 AGREED_LONG = (
     "different_arguments",
@@ -52,6 +45,11 @@ AGREED_LONG = (
     "an_error_in_the_step",
     "an_error_in_the_capture",
     "ctrl_c_in_one_process",
+    "a_number_that_alternates_in_one_process",
+    "wrappers_that_are_refused",
+    "a_hook_in_the_middle_of_the_loop",
+    "unequal_batches",
+    "manual_optimization_is_refused",
 )
 OVER_SOCKETS = (
     "another_shape_over_sockets",
@@ -63,14 +61,13 @@ OVER_SOCKETS = (
     "cases",
     [
         pytest.param(SAME, id="same numbers"),
-        pytest.param(FABRIC, id="fabric"),
-        pytest.param(FABRIC_LONG, id="more of fabric", marks=pytest.mark.long),
+        pytest.param(SAME_LONG, id="more", marks=pytest.mark.long),
     ],
 )
 def test_processes_train_as_without_graphs(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
-    assert_cases_of("step_cases", tmp_path, cases, accelerator, timeout_s=240, to_its_end=False)
+    assert_cases_of("step_cases", tmp_path, cases, accelerator, timeout_s=400, to_its_end=False)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +81,7 @@ def test_processes_train_as_without_graphs(
 def test_processes_decide_together_at_once(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
-    assert_cases_of("step_cases", tmp_path, cases, accelerator, timeout_s=240, limit_s=AT_ONCE_S)
+    assert_cases_of("step_cases", tmp_path, cases, accelerator, timeout_s=400, limit_s=AT_ONCE_S)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +92,10 @@ def test_processes_decide_together_at_once(
             marks=pytest.mark.long,
         ),
         # Python forgets that it was Ctrl-C once anything executes a string while it ends.
-        ("ctrl_c_over_sockets", {1, -signal.SIGINT}, "KeyboardInterrupt"),
+        pytest.param(
+            *("ctrl_c_over_sockets", {1, -signal.SIGINT}, "KeyboardInterrupt"),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["an error", "Ctrl-C"],
 )

@@ -8,12 +8,9 @@ import pytest
 
 from tests.distributed.launch import AT_ONCE_S, assert_cases_of
 
-IN_ONE = (
-    "a_turn_before_the_backward_pass_of_one",
-    "the_optimizer_is_behind_in_one",
-    "processes_that_part",
-)
+IN_ONE = ("the_optimizer_is_behind_in_one", "processes_that_part")
 IN_ONE_LONG = (
+    "a_turn_before_the_backward_pass_of_one",
     "a_turn_before_gradients_are_dropped_of_one",
     "the_optimizer_is_behind_in_one_and_cannot_be_captured_in_others",
     "a_trace_in_one",
