@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback
@@ -129,6 +131,50 @@ class HookMethod(Changing):
     def change(self) -> None:
         (hook,) = self.head.weight._backward_hooks.values()  # type: ignore[union-attr]
         hook.__self__.gain = 3.0
+
+
+class ScalesOps(TorchFunctionMode):
+    gain = 1.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * self.gain if func is torch.tanh else out
+
+    def unpack(self, saved: Tensor) -> Tensor:
+        return saved * self.gain if saved.is_floating_point() else saved
+
+
+class ModeOfTorch(Changing):
+    def prepare(self) -> None:
+        self.stack = ExitStack()
+
+    def on_train_start(self) -> None:
+        self.entered = ScalesOps()
+        self.enter()
+
+    def enter(self) -> None:
+        self.stack.enter_context(self.entered)
+
+    def on_train_end(self) -> None:
+        self.stack.close()
+
+    def change(self) -> None:
+        self.entered.gain = 3.0
+
+
+class SavedTensors(ModeOfTorch):
+    def enter(self) -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, self.entered.unpack)
+        self.stack.enter_context(hooks)
+
+
+class HookOfTorch(Changing):
+    def prepare(self) -> None:
+        nn.utils.spectral_norm(self.head)
+
+    def change(self) -> None:
+        (hook,) = self.head._forward_pre_hooks.values()
+        hook.n_power_iterations = 4  # type: ignore[attr-defined]
 
 
 class StateCleared(Changing):
@@ -575,6 +621,9 @@ CHANGES: list[tuple[Callable[[], Net], str]] = [
     (Seed, "`torch.initial_seed()` changed from "),
     (HookObject, "`gain` of the hook `Multiplies` changed from 1.0 to 3.0"),
     (HookMethod, "`gain` of the hook `Multiplies.gradient` changed from 1.0 to 3.0"),
+    (ModeOfTorch, "`gain` of the mode `ScalesOps` was set to 3.0"),
+    (SavedTensors, "`gain` of the hook `ScalesOps.unpack` was set to 3.0"),
+    (HookOfTorch, "`n_power_iterations` of the hook `SpectralNorm` changed from 1 to 4"),
     (StateCleared, "`momentum_buffer` of parameter 0 in param group 0 of the optimizer was removed"),
     (StateRebound, "`momentum_buffer` of parameter 0 in param group 0 of the optimizer changed from a"),
     (StateMoved, "`momentum_buffer` of parameter 0 in param group 0 of the optimizer changed from a"),
@@ -810,6 +859,76 @@ class Collects(Callback):
 def test_a_callback_whose_method_is_a_hook(tmp_path: Path, accelerator: str) -> None:
     with pytest.raises(CaptureError, match=r"sets or changes `_forward_hooks\[\d+\].seen` of `head`"):
         train(make(Net), tmp_path, CUDAGraphCallback(), accelerator=accelerator, callbacks=(Collects(),))
+
+
+class CollectsAndCounts(Callback):
+    """Its method is a hook that collects in validation; the step names its counter for another's."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.features: list[Tensor] = []
+        self.kinds: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.features.register_forward_hook(self.hook)
+        kinds = self.kinds
+
+        def keep(module: Any, args: Any, output: Any) -> None:
+            if not module.training:
+                kinds["act"] = output
+
+        pl_module.act.register_forward_hook(keep)
+
+    def hook(self, module: Any, args: Any, output: Any) -> None:
+        if not module.training:
+            self.features.append(output)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps += 1
+
+
+class NamesSteps(Changing):
+    """Its optimizer takes the learning rate, which moves in each step, as the argument of an op."""
+
+    steps = 1
+
+    def prepare(self) -> None:
+        self.make_optimizer = OwnRate
+
+    def factor(self) -> Any:
+        return self.steps
+
+
+class OwnRate(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+        return loss
+
+
+def test_hooks_that_collect_in_validation(tmp_path: Path, accelerator: str) -> None:
+    runs = []
+    for callback in (None, CUDAGraphCallback()):
+        collects = CollectsAndCounts()
+        trace = train(
+            make(NamesSteps),
+            tmp_path / ("graph" if callback else "plain"),
+            callback,
+            accelerator=accelerator,
+            callbacks=(collects,),
+            train_loader=loader(ragged=False, batches=12),
+            val_check_interval=3,
+            max_epochs=2,
+        )
+        runs.append((trace, len(collects.features), collects.steps))
+    (plain, *kept), (graph, *kept_too) = runs
+    assert_same(plain, graph)
+    assert kept == kept_too
+    assert not graph.counts.recaptures
+    assert graph.counts.replayed > 16
 
 
 class FreezesLoose(Changing):

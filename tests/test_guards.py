@@ -6,7 +6,7 @@ import operator
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,13 @@ class _Layers(nn.Module):
         self.register_buffer("maybe", None)
 
 
-def _guards(model: nn.Module, mentions: Collection[str] = (), **external: Any) -> Guards:
+def _guards(
+    model: nn.Module, mentions: Collection[str] = (), codes: Collection[Any] = (), **external: Any
+) -> Guards:
     values = GuardedValues(_no_state, _no_state)
     unguarded = Unguarded(frozenset(vars(nn.Module())))
     guards = Guards(model, values, unguarded, OutsideModel(**external))
-    guards.mentioned.append(MentionedNames(users={*mentions}))
+    guards.mentioned.append(MentionedNames(users={*mentions}, users_code=[*codes]))
     guards.take(model)
     assert guards.changed() is None
     return guards
@@ -348,13 +350,119 @@ def test_what_a_hook_holds(place: Callable[[Any], Any], form: str) -> None:
     register = place(model)
     handle = register(hooks[form])
     try:
-        guards = _guards(model, mentions={"k"})
+        guards = _guards(model, mentions={"k"}, codes=[_Scale.__call__.__code__])
         scale.other = 1  # type: ignore[attr-defined]
         assert guards.changed() is None
         scale.k = 2.0
         assert re.search("k` of the hook .* was set to 2.0", guards.changed() or "")
     finally:
         handle.remove()
+
+
+class _Mentions(_Layers):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.calls
+
+
+def test_a_hook_does_not_read_what_modules_name_alike() -> None:
+    scale, model = _Scale(), _Mentions()
+    model.layers[1].register_forward_hook(scale)
+    codes = [_Scale.__call__.__code__, _Mentions.forward.__code__]
+    guards = _guards(model, mentions={"k", "calls"}, codes=codes)
+    scale.calls = 1  # type: ignore[attr-defined]
+    assert guards.changed() is None
+    assert guards.suspicions.of(model) == "`calls` of the hook `_Scale` was set to 1"
+    model.calls = 1
+    assert guards.changed() == "`calls` of the `_Mentions` was set to 1"
+
+
+class _Collects:
+    def __init__(self) -> None:
+        self.kept: list[int] = []
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        if not module.training:
+            self.kept.append(output)
+
+
+@pytest.mark.parametrize("steps_between", [0, 1])
+def test_a_check_judges_what_a_hook_collects(steps_between: int) -> None:
+    """It does so each time, and never ignores it; what comes in each step is not worth a check."""
+    collects, model = _Collects(), _Layers()
+    model.layers[1].register_forward_hook(collects)
+    guards = _guards(model, mentions={"kept"}, codes=[_Collects.__call__.__code__])
+    for number in range(12):
+        collects.kept.append(number)
+        words = f"`kept[{number}]` of the hook `_Collects` was set to {number}"
+        is_stale = number >= 8 and not steps_between
+        assert guards.changed() == (words if is_stale else None)
+        if is_stale:
+            break
+        assert guards.suspicions.of(model) == words
+        guards.clear_suspicion(model)
+        for _ in range(steps_between):
+            assert guards.changed() is None
+    assert len(collects.kept) == (12 if steps_between else 9)
+
+
+def test_attributes_of_a_hook_of_torch() -> None:
+    model = _Layers()
+    nn.utils.spectral_norm(model.layers[1])
+    guards = _guards(model)
+    (hook,) = model.layers[1]._forward_pre_hooks.values()
+    hook.n_power_iterations = 4  # type: ignore[attr-defined]
+    words = "`n_power_iterations` of the hook `SpectralNorm` changed from 1 to 4"
+    assert guards.changed() == words
+
+
+class _Scales(BaseTorchFunctionMode):
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) if self.gain else None
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+@pytest.mark.parametrize("place", ["outer mode", "mode", "saved"])
+def test_what_modes_and_hooks_on_saved_tensors_hold(place: str) -> None:
+    held = _Scales()
+    codes = [_Scales.__torch_function__.__code__, _Scales.pack.__code__]
+    with ExitStack() as stack:
+        if place == "saved":
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(held.pack, torch.clone))
+        else:
+            stack.enter_context(held)
+        if place == "outer mode":
+            stack.enter_context(BaseTorchFunctionMode())
+        guards = _guards(_Layers(), codes=codes)
+        held.gain = 2.0
+        of = "hook `_Scales.pack`" if place == "saved" else "mode `_Scales`"
+        assert guards.changed() == f"`gain` of the {of} changed from 1.0 to 2.0"
+
+
+@pytest.mark.parametrize(
+    ("enter", "otherwise"),
+    [
+        (partial(torch.device, "cpu"), partial(torch.device, "meta")),
+        (_Scales, partial(_Scales, 2.0)),
+        (_Scales, BaseTorchFunctionMode),
+    ],
+)
+def test_a_mode_that_is_entered_anew(enter: Callable[[], Any], otherwise: Callable[[], Any]) -> None:
+    with enter():
+        guards = _guards(_Layers())
+    words = "a mode of torch, or hooks on saved tensors, were entered or left"
+    assert guards.changed() == words
+    with enter():
+        assert guards.changed() is None
+    with otherwise():
+        assert guards.changed() == words
 
 
 class _Holder(nn.Module):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.frozen import option_error
+from lightning_cudagraph.checks.verify.tape import floats_given
 from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.attributes import bound, do_nothing
 from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
@@ -347,7 +348,8 @@ class PreparedOptimizer(EagerOptimizer):
             prepared.note_moves()
         self.outcomes.settle()
         if not capturing:
-            yield
+            with floats_given(True):
+                yield
             return
         traced: TracedStep | None = None
         with ExitStack() as stack:
@@ -416,7 +418,8 @@ class PreparedOptimizer(EagerOptimizer):
     @contextmanager
     def floats_inside(self, capturing: bool = False) -> Iterator[None]:
         if not capturing:
-            yield
+            with floats_given(False):
+                yield
             return
         for prepared in self._groups:
             prepared.swap_out()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -113,13 +113,28 @@ class MentionedNames:
         """
         return self.users.union(*(self.texts[file] for file in self.finds_by_text))
 
-    def cells(self) -> Iterator[tuple[CellType, str, str]]:
-        """The cells of closure variables, with the names of variable and function."""
+    def in_code(self, codes: Iterable[CodeType]) -> frozenset[str]:
+        """The names under which some of the user's code can have read something."""
+        found: set[str] = set()
+        for code in codes:
+            found.update(code.co_names, code.co_freevars, (code.co_name,))
+            if code.co_filename in self.finds_by_text:
+                found |= self.texts[code.co_filename]
+        return frozenset(found)
+
+    def cells(self, left_out: Collection[int] = ()) -> Iterator[tuple[CellType, str, str]]:
+        """The cells of closure variables, with the names of variable and function.
+
+        Args:
+            left_out: ids of functions that have roots of their own.
+        """
         # A frame has the values only; functions with its code have the cells.
         codes = {id(code): code for code in self.closures}
         seen: set[int] = set()
         for function in gc.get_referrers(*codes.values()) if codes else ():
             if type(function) is not FunctionType or id(function.__code__) not in codes:
+                continue
+            if id(function) in left_out:
                 continue
             code = function.__code__
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

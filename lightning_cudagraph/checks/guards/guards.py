@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -28,21 +27,11 @@ from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.host_lines import first_line
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
-from lightning_cudagraph.checks.guards.structure import (
-    TABLES,
-    Structure,
-    described,
-    hooks_of,
-    name_of_hook,
-)
+from lightning_cudagraph.checks.guards.hooks import HookRoots
+from lightning_cudagraph.checks.guards.structure import TABLES, Structure, described
 from lightning_cudagraph.checks.guards.suspicions import Suspicions
 from lightning_cudagraph.checks.guards.switches import contexts, global_switches
-from lightning_cudagraph.checks.walk.host_objects import (
-    is_users_class,
-    is_users_module,
-    lineage,
-    namespace_of,
-)
+from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage, namespace_of
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
@@ -52,6 +41,8 @@ from lightning_cudagraph.tensors.recomputed import recomputed_names
 _State = dict[str, Any]
 
 _MAX_NAMED = 3  # in a note
+# Steps in a row with a check each of what hooks read. More are not worth it: the graph is stale then.
+_MAX_CHECKED_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -136,6 +127,7 @@ class Guards:
         self._contexts: tuple[object, ...] = ()
         self._thorough: _State = {}
         self._suspect = False
+        self._checked_steps = 0
         self._structure: Structure | None = None
         self._hidden: dict[str, nn.Module] = {}
         self._reads: list[tuple[str, Callable[[], Any], Any]] = []
@@ -213,8 +205,14 @@ class Guards:
         users = self._named(mentioned.of_users_objects())
         reads = self._readable(mentioned)
 
+        parameters = {
+            id(p): p for p in (*self._model.parameters(), *self._external.parameters().values())
+        }
+        hooks = HookRoots(mentioned, self._model.modules(), parameters.values())
+
         def modules(model: nn.Module, path: str, of: str) -> Iterator[Root]:
             yield from self._roots_of_modules(model, path, reads)
+            yield from HookRoots(mentioned, model.modules(), model.parameters())
 
         omitted = _rates_unless_mentioned(mentioned, users)
         stops, known = self._unguarded.stops, self._unguarded.known
@@ -223,9 +221,9 @@ class Guards:
             Root(os.environ, "os.environ", "the process"),
             Root(sys.argv, "sys.argv", "the process"),
             *self._roots_of_modules(self._model, "", reads),
-            *self._roots_of_names(mentioned),
+            *self._roots_of_names(mentioned, hooks),
             *self._external.read(),
-            *_roots_of_hooks([], self._external.parameters().values()),
+            *hooks,
             *outside,
         ]
         for name, framework_object in self._external.around.items():
@@ -284,17 +282,18 @@ class Guards:
             yield Root(parameter, "", f"parameter `{name}`")
         for name, buffer in model.named_buffers(prefix=before):
             yield Root(buffer, "", f"buffer `{name}`")
-        yield from _roots_of_hooks(model.modules(), model.parameters())
 
-    def _roots_of_names(self, mentioned: MentionedNames) -> Iterator[Root]:
+    def _roots_of_names(self, mentioned: MentionedNames, hooks: HookRoots) -> Iterator[Root]:
         """Roots for globals, closure variables, and attributes that were read of host objects."""
         spaces: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         found = [(space, name, f"`{_name_of(space)}`") for space, name in mentioned.user_globals]
         for space, name, of in (*found, *mentioned.attributes):
             spaces.setdefault(id(space), (space, of, set()))[2].add(name)
         for space, of, names in spaces.values():
-            yield Root(Namespace(space), "", of, reads=frozenset(names - self._unguarded.names))
-        for cell, name, function in mentioned.cells():
+            named = frozenset(names - self._unguarded.names)
+            yield Root(Namespace(space), "", of, reads=named - hooks.names_apart)
+            yield Root(Namespace(space), "", of, reads=named & hooks.names_apart, behind=hooks.names)
+        for cell, name, function in mentioned.cells(hooks.functions):
             if name not in self._unguarded.names:
                 yield Root(cell, name, f"the closure of `{function}`")
 
@@ -342,8 +341,12 @@ class Guards:
             )
         changes = [*self._unseen, *self._walk.quick_changes(everything=self._suspect)]
         moved = [part for part in changes if not part.is_under(self._unguarded.names - TABLES)]
-        # The step reads what lies under names that it mentions; a check has to judge all other changes.
-        if (known := next((part for part in moved if part.is_read), None)) is not None:
+        # The step reads what lies under names that it mentions; a check has to judge all other changes,
+        # and those behind hooks unless they come in each step.
+        are_read = [part for part in moved if part.is_read]
+        self._checked_steps = self._checked_steps + 1 if are_read else 0
+        is_worth_it = self._checked_steps <= _MAX_CHECKED_STEPS
+        if (known := next((p for p in are_read if p.is_stale or not is_worth_it), None)) is not None:
             self._unseen = [known]  # until the graphs are dropped
             return Change.of(known, self.all_mentioned().users_code)
         self._unseen = []
@@ -397,23 +400,6 @@ def _first_difference(before: _State, now: _State) -> str | None:
             was, is_now = (without_addresses(str(state[name])) for state in (before, now))
             return f"{name} changed from {was} to {is_now if is_now != was else 'another one'}"
     return None
-
-
-def _roots_of_hooks(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> Iterator[Root]:
-    """Roots for hooks, which torch calls: no object that the step knows need hold what they read."""
-    for hook in hooks_of(modules, parameters):
-        is_users = _is_users_hook(hook)
-        path = hook.__name__ if isinstance(hook, FunctionType) else ""
-        yield Root(hook, path, f"the hook `{name_of_hook(hook)}`", by_name=not is_users)
-
-
-def _is_users_hook(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    owner = getattr(hook, "__self__", hook)
-    if isinstance(owner, FunctionType):
-        return is_users_module(owner.__module__)
-    return is_users_class(type(owner))
 
 
 def _name_of(namespace: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ class Suspicions:
         self._checks: WeakKeyDictionary[object, Counter[_Part]] = WeakKeyDictionary()
         self._open: WeakKeyDictionary[object, dict[_Part, str]] = WeakKeyDictionary()
         self.ignored: dict[_Part, str] = {}
+        self._read: set[_Part] = set()
 
     def begin(self, graph: object) -> None:
         """Note a graph, which has baked in the present."""
@@ -34,8 +35,10 @@ class Suspicions:
             self._suspect(graph, self.ignored)
 
     def add(self, moved: Iterable[Moved]) -> None:
-        """Suspect all graphs of depending on changed parts."""
+        """Suspect all graphs of depending on changed parts. Those that steps read are never ignored."""
+        moved = [*moved]
         found = {change.part: change.words for change in moved}
+        self._read |= {change.part for change in moved if change.is_read}
         for graph in self._checks:
             self._suspect(graph, found)
 
@@ -48,7 +51,7 @@ class Suspicions:
         if not (cleared := self._open.pop(graph, {})):
             return False
         checks = self._checks[graph]
-        checks.update([*cleared])
+        checks.update(cleared.keys() - self._read)
         self.ignored |= {part: cleared[part] for part in cleared if checks[part] >= _CHECKS_TO_CLEAR}
         self._suspect(graph, self.ignored)
         return True
@@ -58,6 +61,7 @@ class Suspicions:
         self._checks.clear()
         self._open.clear()
         self.ignored.clear()
+        self._read.clear()
 
     def _suspect(self, graph: object, parts: dict[_Part, str]) -> None:
         checks = self._checks[graph]

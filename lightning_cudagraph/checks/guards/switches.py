@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_cudagraph.checks.walk.parts import same
+
 _VALUES = (
     # The `fp32_precision` of each backend, and never `allow_tf32` or
     # `torch.get_float32_matmul_precision()`: those raise once code has set the newer names, while these
@@ -50,18 +52,42 @@ def global_switches() -> dict[str, Any]:
     return switches
 
 
+def entered_modes() -> list[Any]:
+    """The function modes and dispatch modes that are entered."""
+    functions, dispatch = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    return [
+        *map(torch._C._get_function_stack_at, range(functions)),
+        *map(torch._C._get_dispatch_stack_at, range(dispatch)),
+    ]
+
+
+def hooks_on_saved_tensors() -> Any:
+    """The two hooks on saved tensors that are entered last; None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+class _Mode:
+    """A mode that equals itself, and another one of its class with the same attributes."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode, self._attributes = mode, dict(vars(mode))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Mode) or type(self._mode) is not type(other._mode):
+            return False
+        return self._mode is other._mode or same(self._attributes, other._attributes)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def contexts() -> tuple[object, ...]:
     """The contexts of torch that are entered: modes, hooks on saved tensors, autocast.
 
     Code between steps can enter and leave them at any time, so they are compared before each replay.
     """
-    functions, dispatch = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
     return (
-        functions,
-        functions and torch._C._get_function_stack_at(functions - 1),
-        dispatch,
-        dispatch and torch._C._get_dispatch_stack_at(dispatch - 1),
-        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        *map(_Mode, entered_modes()),
+        hooks_on_saved_tensors(),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.is_autocast_enabled("cpu"),

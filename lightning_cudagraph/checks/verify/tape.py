@@ -7,12 +7,14 @@ kept: the first op that differs, or that has another argument, names it with the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
 from lightning_cudagraph.errors import Location
@@ -37,6 +39,18 @@ class _TensorForm:
     stride: tuple[int, ...]
     dtype: torch.dtype
     value: Any = None
+
+
+# True where the host computes the floats anew for each replay, as in the step of an optimizer.
+_are_floats_given: OfThread[bool] = OfThread(False)
+
+
+def floats_given(are_given: bool) -> AbstractContextManager[None]:
+    """Let tapes leave out floats, or let them note floats again.
+
+    The numbers that come from them are compared all the same: those of the step and of the replay.
+    """
+    return setting(_are_floats_given, value=are_given)
 
 
 _Entry = tuple[str, tuple[Any, ...]]  # the op, and its arguments in a comparable form
@@ -121,6 +135,8 @@ class _TapeMode(OwnDispatchMode):
 
     def _form(self, value: Any, made_on_host: bool) -> Any:
         kind = type(value)
+        if kind is float and _are_floats_given.value:
+            return kind.__name__
         if kind in _PLAIN:
             # NaN equals NaN; 1, 1.0 and True are different.
             return (kind.__name__, "nan" if value != value else value)
@@ -138,7 +154,12 @@ class _TapeMode(OwnDispatchMode):
         if tensor.layout is not torch.strided:
             return str(tensor.layout)
         value = None
-        if made_on_host and tensor.device.type == "cpu" and tensor.numel() == 1:
+        if (
+            made_on_host
+            and not _are_floats_given.value
+            and tensor.device.type == "cpu"
+            and tensor.numel() == 1
+        ):
             value = repr(tensor.item())
         name = self._names.get(storage_id(tensor), "")
         return _TensorForm(name, tuple(tensor.shape), tensor.stride(), tensor.dtype, value)

@@ -62,6 +62,7 @@ class Node:
         write: restores them; None if they cannot be restored.
         reads: names of parts that the step has read, if it has read the object.
         is_read: the step can have read the object: it mentions all names in the path.
+        is_behind_hook: a hook, or a mode of torch, leads to it.
     """
 
     holder: Any
@@ -73,6 +74,7 @@ class Node:
     ignored: frozenset[Any] = frozenset()
     reads: frozenset[str] = frozenset()
     is_read: bool = False
+    is_behind_hook: bool = False
     draws: bool = False
     is_large: bool = False
 
@@ -180,6 +182,16 @@ class Moved(NamedTuple):
     def is_read(self) -> bool:
         """True if the step can have read the part, by the names that it mentions."""
         return self.node.was_read(self.label)
+
+    @property
+    def is_stale(self) -> bool:
+        """True if graphs are stale by the change itself: of others, a check tells if they are.
+
+        A hook may collect what a captured step does not read: items, tensors and objects.
+        """
+        parts = [part for part in (self.was, self.now) if part is not UNSET]
+        is_value = type(self.label) is str and all(type(part) in VALUES for part in parts)
+        return self.is_read and (is_value or not self.node.is_behind_hook)
 
     @property
     def attribute(self) -> str:

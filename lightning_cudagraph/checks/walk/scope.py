@@ -27,6 +27,7 @@ class Root:
         reads: names that the step mentions for its attributes; None for those of the scope.
         by_name: here and below, compare only attributes that the step can have read.
         is_fixed: its holder cannot be given another object instead of it.
+        behind: here and below, the names that code behind a hook mentions; None elsewhere.
     """
 
     value: Any
@@ -38,6 +39,7 @@ class Root:
     is_read: bool = True
     by_name: bool = False
     is_fixed: bool = False
+    behind: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)

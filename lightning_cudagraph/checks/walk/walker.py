@@ -112,6 +112,7 @@ class Walk:
         self._tensors: list[Node] = []
         # Objects that the step can have read come first, so that any path to them marks them as read.
         self._queue: deque[Root] = deque()
+        self._behind: deque[Root] = deque()  # hooks
         self._unread: deque[Root] = deque()
         self.hidden: dict[str, nn.Module] = {}
         self._paths: Counter[str] = Counter()
@@ -121,17 +122,18 @@ class Walk:
     def add(self, *roots: Root) -> None:
         for root in roots:
             self._enqueue(root)
-        while (queue := self._queue or self._unread) and len(self._seen) < _MAX_OBJECTS:
+        while (queue := self._queue or self._behind or self._unread) and len(self._seen) < _MAX_OBJECTS:
             root = queue.popleft()
             if id(root.value) not in self._seen and (root.is_entered or self._enters(root)):
                 self._seen[id(root.value)] = root.value
                 self._enter(root)
-        self._is_cut |= bool(self._queue)
-        self._queue.clear()
-        self._unread.clear()
+        self._is_cut |= bool(self._queue or self._behind)
+        for each in (self._queue, self._behind, self._unread):
+            each.clear()
 
     def _enqueue(self, root: Root) -> None:
-        (self._queue if root.is_read else self._unread).append(root)
+        read = self._queue if root.behind is None else self._behind
+        (read if root.is_read else self._unread).append(root)
 
     @property
     def reached(self) -> list[Any]:
@@ -323,12 +325,14 @@ class Walk:
         self._tensors.append(Node(None, value, root.path, root.of, read, **self._reading(root)))
 
     def _names_of(self, root: Root) -> frozenset[str]:
-        return self._scope.reads if root.reads is None else root.reads
+        names = root.behind if root.reads is None else root.reads
+        return self._scope.reads if names is None else names
 
     def _reading(self, root: Root) -> dict[str, Any]:
         # The graph reads the state of a generator, and the seed with it.
         is_read = root.is_read and not issubclass(type(root.value), torch.Generator)
-        return {"reads": self._names_of(root), "is_read": is_read}
+        is_behind = root.behind is not None
+        return {"reads": self._names_of(root), "is_read": is_read, "is_behind_hook": is_behind}
 
     def _pick(self, space: Any, owner: Any, root: Root, by_name: bool = True) -> None:
         """Record the parts of a dictionary of names that the step mentions."""
@@ -348,7 +352,8 @@ class Walk:
                 elif name in space:
                     remove(name)
 
-        node = Node(space, owner, root.path, root.of, read, write, reads=names, is_read=root.is_read)
+        reading = {**self._reading(root), "reads": names}
+        node = Node(space, owner, root.path, root.of, read, write, **reading)
         if self._scope.in_capture:
             self._held.hold(node)
         self._picked.append(node)
@@ -391,6 +396,12 @@ class Walk:
                 path, of = str(label), f"the closure of `{node.owner.__name__}`"
             self._enqueue(
                 Root(
-                    part, path, of, is_read=node.was_read(label), by_name=root.by_name, is_fixed=is_fixed
+                    part,
+                    path,
+                    of,
+                    is_read=node.was_read(label),
+                    by_name=root.by_name,
+                    is_fixed=is_fixed,
+                    behind=root.behind,
                 )
             )
