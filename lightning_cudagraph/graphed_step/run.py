@@ -176,6 +176,7 @@ class StepRun:
         announce: Callable[[str], None] = _log.warning,
         wording: Wording = WORDING,
         reads: HostReads | None = None,
+        narrow: Callable[[UnsupportedError], bool] = lambda error: False,
     ) -> None:
         self.backend = backend
         self._model = of.model
@@ -205,6 +206,7 @@ class StepRun:
             wording,
             processes,
             self._optimizers.learning_rates,
+            narrow,
         )
         self.counts = self._context.counts
 
