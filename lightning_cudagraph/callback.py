@@ -68,10 +68,11 @@ class CUDAGraphCallback(Callback):
     Args:
         scope: the captured part of a step. ``"step"``: everything from forward to the optimizer step.
             ``"forward_backward"``: clipping and the optimizer step run eagerly after the replay.
-            ``"auto"``: ``"step"`` if possible, else ``"forward_backward"``, with the reason in the
-            report. ``"modules"``: the calls of `modules` in `training_step`, with their backward passes;
-            the rest of the step runs eagerly.
-        modules: the names of the modules that ``scope="modules"`` captures, as in `named_modules()`.
+            ``"modules"``: the calls of `modules` in `training_step`, with their backward passes; the
+            rest of the step runs eagerly. ``"auto"``: ``"step"`` if possible, else
+            ``"forward_backward"``, else ``"modules"`` if any are named, with the reasons in the report.
+        modules: the names of the modules that ``scope="modules"`` captures, or ``"auto"`` where whole
+            steps cannot be, as in `named_modules()`.
         warmup_steps: number of training steps before the capture. None: 3, and in a `fit` of 1500 steps
             or more, on one GPU and without accumulation, up to 10 further steps as without this
             callback, measured for the first line of the report. With `DDPStrategy`, warm-up goes on

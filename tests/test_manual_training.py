@@ -250,6 +250,14 @@ def test_the_whole_step(tmp_path: Path, accelerator: str, build: Any, precision:
     assert run.counts.eager == {}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("build", [Critics, PolicyLearner, QLearner])
+def test_two_hundred_steps(tmp_path: Path, accelerator: str, build: Any) -> None:
+    run = both(tmp_path, accelerator, build, max_epochs=25)
+    assert run.counts.replayed == 25 * BATCHES - WARMUP == 197
+    assert run.final["global_step"] == 200 * {Critics: 3, PolicyLearner: 3, QLearner: 1}[build]
+
+
 class OneNet(GAN):
     """Only the generator learns, and has a schedule."""
 

@@ -1026,6 +1026,18 @@ class Experts(Dynamic):
         return self.head(hidden + found)
 
 
+class OneOfTwo(Dynamic):
+    """The second module or the third follows the first, by the sign of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(24, 4)
+
+    def logits(self, x: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.features(x)
+        return self.head(hidden) if hidden.sum().item() > 0 else self.other(hidden)
+
+
 class Detector(Dynamic):
     """A fixed backbone, and heads on boxes, of which each image has another number."""
 
@@ -1071,6 +1083,7 @@ class EarlyExitOfSamples(EarlyExit):
     [
         (Experts, ["features", "router", "experts.0", "experts.1", "experts.2", "head"]),
         (Detector, ["features", "box_head"]),
+        pytest.param(OneOfTwo, ["features", "head", "other"], marks=pytest.mark.long),
         pytest.param(EarlyExit, ["features", "more", "exit", "head"], marks=pytest.mark.long),
         (EarlyExitOfSamples, ["features", "more", "exit", "head"]),
     ],
@@ -1079,6 +1092,89 @@ def test_dynamic_models(tmp_path: Path, accelerator: str, build: Any, modules: l
     run = runs(tmp_path, build, modules, accelerator)
     assert "18 replays" in note(run, "features")
     assert "eager: The" not in str(run.summary)
+
+
+def widest(tmp_path: Path, build: Any, accelerator: str, **kwargs: Any) -> Trace:
+    """Train without and with modules that `scope="auto"` may fall back to; both must be the same."""
+    callback = CUDAGraphCallback(modules=["features", "head"])
+    kwargs["accelerator"] = accelerator
+    plain = train(make(build), tmp_path / "plain", **kwargs)
+    graph = train(make(build), tmp_path / "graph", callback, **kwargs)
+    assert_same(plain, graph)
+    assert "advance" not in vars(graph.trainer.fit_loop.epoch_loop)
+    assert "forward" not in vars(graph.module.head)
+    return graph
+
+
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_post_hook(lambda *args: None)
+    return optimizer
+
+
+class HookedDynamic(Dynamic):
+    def __init__(self) -> None:
+        super().__init__(hooked)
+
+
+NO_GRAPH = "whole steps are not captured: A CUDA graph cannot hold"
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+@pytest.mark.parametrize(
+    ("build", "kwargs", "reasons"),
+    [
+        (HookedDynamic, {}, ["the optimizer was not to be captured: `torch.optim.sgd.SGD`", NO_GRAPH]),
+        (Dynamic, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, [NO_GRAPH]),
+        (Manual, {}, [NO_GRAPH]),
+        pytest.param(Experts, {"precision": "bf16-mixed"}, [NO_GRAPH], marks=pytest.mark.long),
+    ],
+)
+def test_modules_take_the_place_of_whole_steps(
+    tmp_path: Path, accelerator: str, build: Any, kwargs: dict[str, Any], reasons: list[str]
+) -> None:
+    """`scope="auto"` takes the widest part of a step that a graph can hold, and says why."""
+    run = widest(tmp_path, build, accelerator, **kwargs)
+    notes = [note for note in run.summary.notes if "not captured: " in note or "not to be" in note]
+    assert len(notes) == len(reasons)
+    assert all(map(str.startswith, notes, reasons)), notes
+    assert f"found at {__file__}" in notes[-1]
+    counts = run.counts
+    assert counts.captures >= 2
+    assert counts.warmed_up + counts.replayed + counts.eager_steps == STEPS
+    assert counts.replayed >= STEPS - 2 * WARMUP - 1 - 3 - 5
+
+
+class Scripted(Dynamic):
+    """Whole steps are refused before the first one: they have TorchScript in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(nn.Linear(12, 12))
+
+    def logits(self, x: Tensor, batch_idx: int) -> Any:
+        return super().logits(self.scripted(x), batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_modules_of_a_run_that_captures_no_whole_steps(tmp_path: Path, accelerator: str) -> None:
+    run = widest(tmp_path, Scripted, accelerator)
+    assert run.counts.replayed == FULL - WARMUP
+    assert "whole steps are not captured: " in str(run.summary)
+
+
+def test_modules_of_which_whole_steps_have_no_need(tmp_path: Path, accelerator: str) -> None:
+    run = widest(tmp_path, Net, accelerator)
+    assert (run.counts.captures, run.counts.replayed) == (1, FULL - WARMUP)
+    assert "modules" not in str(run.summary)
+
+
+def test_modules_of_several_processes_take_no_place(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pl.Trainer, "world_size", 2)
+    with pytest.raises(UnsupportedError, match="In several processes, modules do not take the place"):
+        train(make(Net), tmp_path, CUDAGraphCallback(modules=["head"]), accelerator=accelerator)
 
 
 class Resets(Callback):
@@ -1101,7 +1197,7 @@ def test_with_evaluation_graphs(tmp_path: Path, accelerator: str) -> None:
     ("arguments", "message"),
     [
         ({"scope": "modules"}, r"modules=\(\)\)`: expected names"),
-        ({"modules": ["features"]}, r"modules=\['features'\]\)`: expected names"),
+        ({"scope": "step", "modules": ["features"]}, r"modules=\['features'\]\)`: expected names"),
         ({"scope": "modules", "modules": "features"}, r"modules='features'\)`: expected names"),
     ],
 )

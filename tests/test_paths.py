@@ -183,6 +183,47 @@ def test_parameters_in_turn(tmp_path: Path, accelerator: str, turns: Any, make_o
     assert not graph.counts.eager
 
 
+class ReadsWhatIsKept(Branching):
+    """One path keeps what it has computed, and the others read it."""
+
+    def __init__(self) -> None:
+        super().__init__(alternates)
+        self.kept: Tensor | None = None
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if batch_idx % 6 == 0:
+            self.kept = self.features(x).detach()
+        loss = nn.functional.cross_entropy(self(x), y)
+        return (
+            loss if self.kept is None else loss + (self.head(self.kept) - self.head.bias).square().mean()
+        )
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.kept is not None:
+            self.seen += [self.kept, self.kept.clone()]
+
+
+def test_a_path_that_reads_what_another_has_kept(tmp_path: Path, accelerator: str) -> None:
+    """No replay overwrites it, also where a hook keeps it beyond that."""
+    plain, graph = (
+        train(
+            make(ReadsWhatIsKept),
+            tmp_path / name,
+            callback,
+            accelerator=accelerator,
+            train_loader=loader(batches=BATCHES, ragged=False),
+            max_epochs=6,
+        )
+        for name, callback in (("plain", None), ("graph", CUDAGraphCallback()))
+    )
+    assert_same(plain, graph)
+    assert graph.counts.replayed > 4 * BATCHES
+    seen = graph.module.seen
+    assert all(map(torch.equal, seen[::2], seen[1::2]))
+
+
 class Gains(Callback):
     """Gives the loss of odd steps another factor, before a step of the other path."""
 

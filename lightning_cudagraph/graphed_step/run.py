@@ -150,6 +150,7 @@ class StepRun:
         announce: Callable[[str], None] = _log.warning,
         wording: Wording = WORDING,
         reads: HostReads | None = None,
+        narrow: Callable[[UnsupportedError], bool] = lambda error: False,
     ) -> None:
         self.backend = backend
         self._model = of.model
@@ -179,6 +180,7 @@ class StepRun:
             wording,
             processes,
             self._optimizers.learning_rates,
+            narrow,
             replicas=of.replicas,
         )
         self.counts = self._context.counts

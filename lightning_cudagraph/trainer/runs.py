@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.run import backend_for
@@ -18,6 +19,7 @@ from lightning_cudagraph.trainer.config.support import Stage, check_run, check_w
 from lightning_cudagraph.trainer.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.manual.training import ManualTraining
+from lightning_cudagraph.trainer.parts.fallback import Fallback
 from lightning_cudagraph.trainer.parts.training import PartsTraining
 from lightning_cudagraph.trainer.training.loop import GraphedTraining
 
@@ -34,6 +36,7 @@ class CapturedRuns:
         self.not_evaluated: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._wrapping = ExitStack()
+        self._fallback: Fallback | None = None
 
     def __reduce__(self) -> Any:
         return type(self), ()  # a copy, or a pickle when loaded, has no runs
@@ -71,19 +74,16 @@ class CapturedRuns:
         training: Training | None = None
         refused: UnsupportedError | None = None
         try:
-            check_run(trainer, module, is_whole=settings.scope != "modules")
+            is_parts = settings.scope == "modules"
+            has_parts = is_parts or (bool(settings.modules) and not settings.is_examined)
+            check_run(trainer, module, is_whole=not has_parts)
             if processes.agreement is not None:
                 check_nccl(trainer.strategy.root_device)
             if asked["evaluation"] and settings.raise_unsupported:
                 check_where_evaluated(trainer)  # raise now, not after the first epoch
             backend = self.backend(trainer, asked["backend"])
-            if settings.scope == "modules":
-                training = PartsTraining(trainer, module, backend, settings)
-            elif module.automatic_optimization:
-                agreement, run = processes.agreement, processes.run
-                training = GraphedTraining(trainer, module, backend, settings, agreement, run)
-            else:
-                training = ManualTraining(trainer, module, backend, settings)
+            parts = PartsTraining(trainer, module, backend, settings) if has_parts else None
+            training = parts if is_parts else self._widest(trainer, module, backend, settings, parts)
         except UnsupportedError as error:
             refused = error
         try:
@@ -99,6 +99,50 @@ class CapturedRuns:
         assert training is not None
         self.training = training
         return training
+
+    def _widest(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        settings: Settings,
+        parts: PartsTraining | None,
+    ) -> Training:
+        """Begin with whole steps, or with `parts` if the run shows that these cannot be captured."""
+        if parts is None:
+            return self._whole(trainer, module, backend, settings)
+        if trainer.world_size > 1:
+            raise UnsupportedError(
+                "In several processes, modules do not take the place of whole steps: each process would"
+                " begin with another step.",
+                'Pass `scope="modules"`, or leave `modules` out.',
+            )
+        fallback = self._fallback = Fallback(trainer, parts, self._begin)
+        try:
+            check_run(trainer, module)
+            whole = self._whole(trainer, module, backend, settings, fallback.narrow)
+        except UnsupportedError as error:
+            parts.replace(StepCounts(), error)
+            return parts
+        fallback.watch(whole)
+        return whole
+
+    def _whole(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        settings: Settings,
+        narrow: Callable[[UnsupportedError], bool] = lambda error: False,
+    ) -> GraphedTraining | ManualTraining:
+        if not module.automatic_optimization:
+            return ManualTraining(trainer, module, backend, settings, narrow)
+        assert self.processes is not None
+        agreement, run = self.processes.agreement, self.processes.run
+        return GraphedTraining(trainer, module, backend, settings, narrow, agreement, run)
+
+    def _begin(self, training: Training) -> None:
+        self.training = training
 
     def leave_others(self) -> None:
         """Go on without graphs and without votes."""
@@ -131,7 +175,8 @@ class CapturedRuns:
         processes, self.processes = self.processes, None
         self.not_evaluated = self._backend = None
         wrapping, self._wrapping = self._wrapping, ExitStack()
+        fallback, self._fallback = self._fallback, None
         with ExitStack() as stack:  # all of them, even if one fails; graphs before process groups
-            for each in (wrapping, processes, evaluation, training):
+            for each in (wrapping, fallback, processes, evaluation, training):
                 if each is not None:
                     stack.callback(each.close)

@@ -45,8 +45,9 @@ def check_arguments(
     if scope not in (scopes := ("auto", "step", "forward_backward", "modules")):
         raise _wrong("scope", scope, f"one of {', '.join(map(repr, scopes))}")
     are_names = isinstance(modules, (list, tuple)) and all(isinstance(name, str) for name in modules)
-    if not are_names or bool(modules) is not (scope == "modules"):
-        expected = 'names of modules with `scope="modules"`, such as `["encoder", "heads.0"]`; else none'
+    may_be_given = scope in ("auto", "modules")
+    if not are_names or (scope == "modules" and not modules) or (modules and not may_be_given):
+        expected = 'names with `scope="modules"` or "auto", such as `["encoder", "heads.0"]`; else none'
         raise _wrong("modules", modules, expected)
     given = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
     check_shared_arguments(_CALLBACK, warmup_steps=given, **shared)

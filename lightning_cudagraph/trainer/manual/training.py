@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.amp import GradScaler
 
+from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.guards import Guards
@@ -74,7 +75,12 @@ class ManualTraining:
     """One `fit` in manual optimization, with graphs of whole steps."""
 
     def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, backend: Backend, settings: Settings
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        backend: Backend,
+        settings: Settings,
+        narrow: Callable[[UnsupportedError], bool],
     ) -> None:
         _check(module, settings)
         self._trainer = trainer
@@ -103,11 +109,16 @@ class ManualTraining:
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
             wording=_WORDING,
             reads=surroundings.host_reads,
+            narrow=narrow,
         )
 
     @property
     def notes(self) -> list[str]:
         return notes_of_captures(self._run.backend.device)
+
+    @property
+    def counts(self) -> StepCounts:
+        return self._run.counts
 
     @property
     def stage(self) -> StageSummary:

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.features import PARTS
@@ -56,11 +57,23 @@ class PartsTraining:
             refuse_unsupported_modules(part)
             refuse_replaced_methods(part, None, settings.harmless, "forward")
         self._trainer = trainer
+        self._refused: list[str] = []
         self._patches = ExitStack()
         announce = lambda text: rank_zero_info(f"lightning_cudagraph: {text}")  # noqa: E731
         self._run = PartsRun(trainer, backend, settings, announce)
         self._parts = [Part(self._run, name, part) for name, part in modules.items()]
         self._modules = [*modules.values()]
+
+    def replace(self, counts: StepCounts, error: UnsupportedError, optimizer: str = "") -> None:
+        """Take over from whole steps, which were refused; first with the `optimizer`, if not empty."""
+        self._run.counts = counts
+        self._refused = [f"whole steps are not captured: {error.reason}"]
+        if optimizer:
+            self._refused.insert(0, f"the optimizer was not to be captured: {optimizer}")
+        self._run.announce(
+            "Modules are captured from now on, and the rest of each step is eager:"
+            f" {error.reason} Remedy: {error.remedy}"
+        )
 
     @property
     def is_in_step(self) -> bool:
@@ -130,6 +143,7 @@ class PartsTraining:
         """Complete the summary of the run."""
         said = [f"captured are modules, and the rest of a step is eager. {self._parts[0].note}"]
         said += [part.note for part in self._parts[1:]]
+        said += self._refused
         if self._run.settings.timings is not None:
             said.append('layers are not timed with `scope="modules"`')
         said += [*self._run.verifier.notes, *self.notes, *notes]

@@ -9,7 +9,7 @@ one `ExitStack`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -72,6 +72,7 @@ class GraphedTraining:
         module: pl.LightningModule,
         backend: Backend,
         settings: Settings,
+        narrow: Callable[[UnsupportedError], bool],
         agreement: Agreement | None = None,
         shared: SharedRun | None = None,
     ) -> None:
@@ -107,7 +108,7 @@ class GraphedTraining:
             earns_graphs=True,
             is_examined=settings.is_examined,
             learning_rates=lambda: self._part.optimizer.learning_rates(),
-            narrow=self._part.step_eagerly,
+            narrow=lambda error: self._part.step_eagerly(error) or narrow(error),
             on_give_up=self._part.let_go,
             around_replays=around_replays(trainer),
             on_capture=self._captured,
@@ -131,6 +132,11 @@ class GraphedTraining:
         """Notes on changes made for the capture, and on features that are off."""
         off = [*notes_of_captures(self._run.backend.device), *notes(SHORT_WAY), *self._times.off]
         return [*self._part.notes, *profiler_notes(self._trainer), *off]
+
+    @property
+    def optimizer_is_eager(self) -> str:
+        """Why the optimizer steps eagerly, if it does."""
+        return self._part.eager_reason or ""
 
     def agree(self, agreement: Agreement) -> None:
         """Capture the same parts of a step in all processes; called in all before the first step."""
