@@ -104,8 +104,8 @@ def _mode(model: Any) -> None:
     ("change", "words"),
     [
         (_other_data, "the address of parameter `layers.2.weight` changed"),
-        (_other_parameter, "the parameter `layers.2.weight` changed from a `Parameter` at"),
-        (_other_module, "the module `layers.1` changed from a `Linear` at"),
+        (_other_parameter, "the parameter `layers.2.weight` changed from a `Parameter` to another one"),
+        (_other_module, "the module `layers.1` changed from a `Linear` to another one"),
         (_more_modules, "the module `layers.1.more` was set"),
         (_other_buffer, "the address of buffer `norm.running_mean` changed"),
         (_no_buffer, "the address of buffer `norm.running_mean` was removed"),

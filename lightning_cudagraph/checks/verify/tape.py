@@ -41,7 +41,7 @@ class _TensorForm:
     value: Any = None
 
 
-# True where the host computes the floats anew for each replay, as in the step of an optimizer.
+# True where the host computes the floats for each replay, as in the step of an optimizer.
 _are_floats_given: OfThread[bool] = OfThread(False)
 
 
