@@ -34,6 +34,7 @@ class Row:
         ready_batches: number of distinct batches.
         buckets: what the callback pads batches to.
         arguments: of the Trainer.
+        callback: arguments of the callback.
         in_one_thread: autograd uses one thread in both fits. With several, two plain fits with gradients
             of gradients can differ in the last bits (docs/same_numbers.md).
     """
@@ -43,6 +44,7 @@ class Row:
     ready_batches: int
     buckets: Buckets | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    callback: dict[str, Any] = field(default_factory=dict)
     in_one_thread: bool = False
 
 
@@ -67,7 +69,7 @@ def train(row: Row, has_graphs: bool, batches: Iterable[Any]) -> tuple[list[Tens
     """
     # Switched off, it pads and does nothing else.
     backend: Any = "auto" if has_graphs else "off"
-    ours = CUDAGraphCallback(timings=None, pad_to=row.buckets, backend=backend)
+    ours = CUDAGraphCallback(timings=None, pad_to=row.buckets, backend=backend, **row.callback)
     module = row.make()
     one_thread = torch.autograd.set_multithreading_enabled(not row.in_one_thread)
     with one_thread, quiet_trainer([ours], **row.arguments) as trainer:

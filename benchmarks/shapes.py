@@ -4,7 +4,8 @@ The GPT of `examples/char_gpt.py` on batches of 17 to 256 characters, and, if `t
 installed, its BERT and GPT-2 with random weights and an `attention_mask`, on 17 to 128 tokens; each
 length equally often. In each row, plain Lightning and the callback take turns, block by block in one
 process (`benchmarks/fits.py`), and must end with the same weights. The memory is that of fits that
-follow, beside one on the longest batches alone, which has one graph.
+follow, beside one on the longest batches alone, which has one graph. One row has a step that no
+graph can hold, which the callback leaves to Lightning.
 
     python -m benchmarks.shapes
 
@@ -31,10 +32,10 @@ from benchmarks import pairs
 from benchmarks.fits import ON_GPU, pinned
 from benchmarks.models import MODELS
 from benchmarks.pairs import Row
-from examples.char_gpt import VOCABULARY
+from examples.char_gpt import VOCABULARY, CharGPT
 from lightning_cudagraph import Buckets
 
-__all__ = ["IN_BUCKETS", "LONGEST", "ROWS", "main", "measure_memory"]
+__all__ = ["IN_BUCKETS", "LONGEST", "NO_GRAPH", "ROWS", "main", "measure_memory"]
 
 _GPT = next(model for model in MODELS if model.name == "GPT")
 _LENGTHS = range(17, 257) if ON_GPU else range(3, 17)
@@ -110,6 +111,17 @@ class _Tuned(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
+class _LossOnHost(CharGPT):
+    """A step that no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__(**_GPT.make(not ON_GPU).hparams)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 if loss.isfinite() else 0)
+
+
 def _rows() -> dict[str, Row]:
     gpt = Row(
         lambda: _GPT.make(not ON_GPU),
@@ -117,7 +129,13 @@ def _rows() -> dict[str, Row]:
         len(_LENGTHS),
         arguments={"precision": _GPT.precision, "gradient_clip_val": _GPT.clip},
     )
-    rows = {LONGEST: gpt, IN_BUCKETS: replace(gpt, buckets=BUCKETS)}
+    eager = replace(
+        gpt,
+        make=_LossOnHost,
+        batches=partial(_batches, batch_of, _LENGTHS[-1:]),
+        callback={"on_unsupported": "eager"},
+    )
+    rows = {LONGEST: gpt, IN_BUCKETS: replace(gpt, buckets=BUCKETS), NO_GRAPH: eager}
     if find_spec("transformers") is None:
         return rows
     for name, is_gpt in (("BERT", False), ("GPT-2", True)):
@@ -130,6 +148,7 @@ def _rows() -> dict[str, Row]:
 
 
 LONGEST, IN_BUCKETS = "GPT, the longest of the batch", f"GPT, {len(BUCKETS.lengths)} buckets"
+NO_GRAPH = "GPT that reads its loss on the host, without a graph"
 ROWS = _rows()
 
 
