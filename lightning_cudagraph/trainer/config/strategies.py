@@ -125,6 +125,19 @@ def refuse_strategy(strategy: Any) -> None:
     )
 
 
+def supported_base(strategy: type) -> type | None:
+    """The class of `lightning.pytorch` with a row and captures that a strategy is or inherits from."""
+    names = {name for row in STRATEGIES if row.captured for name in row.classes}
+    return next(
+        (
+            base
+            for base in strategy.__mro__
+            if base.__name__ in names and base.__module__.startswith("lightning.pytorch.")
+        ),
+        None,
+    )
+
+
 def _tensor_parallel_size(strategy: Any) -> int:
     mesh = getattr(strategy, "_device_mesh", None)
     names = getattr(mesh, "mesh_dim_names", None) or ()

@@ -15,7 +15,6 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.strategies import (
     DDPStrategy,
     ModelParallelStrategy,
-    SingleDeviceStrategy,
     Strategy,
 )
 from torch.amp import GradScaler
@@ -35,7 +34,7 @@ from lightning_cudagraph.errors import UnsupportedError, see
 from lightning_cudagraph.optim.compiled import is_compiled
 from lightning_cudagraph.processes.ddp import COMM_HOOKS, check_wrapper
 from lightning_cudagraph.processes.shards import check_shards
-from lightning_cudagraph.trainer.config.strategies import refuse_strategy
+from lightning_cudagraph.trainer.config.strategies import refuse_strategy, supported_base
 
 BackendName = Literal["auto", "cuda", "emulator", "off"]
 # An evaluation, as in the names of its step and hooks.
@@ -131,16 +130,11 @@ def _check_placement(trainer: pl.Trainer, is_whole: bool = True) -> None:
     strategy = trainer.strategy
     if is_whole or not isinstance(strategy, DDPStrategy):
         refuse_strategy(strategy)
-    if isinstance(strategy, SingleDeviceStrategy):
-        base: type = SingleDeviceStrategy
-    elif isinstance(strategy, DDPStrategy):
-        base = DDPStrategy
-        if is_whole:
-            _check_ddp(strategy)
-    elif isinstance(strategy, ModelParallelStrategy):
-        base = ModelParallelStrategy
+    if isinstance(strategy, DDPStrategy) and is_whole:
+        _check_ddp(strategy)
+    if isinstance(strategy, ModelParallelStrategy):
         check_shards(trainer.lightning_module)
-    else:
+    if (base := supported_base(type(strategy))) is None:
         raise UnsupportedError(
             f"`{type(strategy).__qualname__}` has the name of a supported strategy, but is none of"
             " `lightning.pytorch`.",
