@@ -38,7 +38,7 @@ from lightning_cudagraph import (
     VerificationError,
 )
 from lightning_cudagraph.device.cuda.capture_errors import meaning_of
-from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
+from lightning_cudagraph.trainer.evaluation import EvaluationStep
 from tests.harness import Net, Trace, differences, loader, make, train
 from tests.rows import row
 from tests.test_clean import THEIR_OWN, code_of_libraries
@@ -546,7 +546,7 @@ def test_out_of_memory(tmp_path: Path, accelerator: str, monkeypatch: pytest.Mon
     def exhausted(*args: Any, **kwargs: Any) -> Any:
         raise meaning_of(torch.OutOfMemoryError("CUDA out of memory."))
 
-    monkeypatch.setattr(GraphedEvaluation, "_record", exhausted)
+    monkeypatch.setattr(EvaluationStep, "record", exhausted)
     message = r"capture of the validation step ran out of memory: .* Use smaller batches\."
     with pytest.raises(CaptureError, match=f"(?s){message}") as raised:
         Session(Net, tmp_path, evaluating(), accelerator=accelerator).run("validate", loader(seed=1))

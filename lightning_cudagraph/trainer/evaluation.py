@@ -76,7 +76,7 @@ class _Outputs:
 
 
 @dataclass(kw_only=True, eq=False)
-class _EvaluationStep(Step[_Outputs]):
+class EvaluationStep(Step[_Outputs]):
     """The step of one batch.
 
     Attributes:
@@ -237,7 +237,7 @@ class GraphedEvaluation:
         assert self._eager_step is not None
         # After the index of the batch comes that of the dataloader, if there are several.
         dataloader_idx = indices[1:]
-        step = _EvaluationStep(
+        step = EvaluationStep(
             batch,
             _ACCUMULATION,
             specialization={"dataloader_idx": dataloader_idx[0] if dataloader_idx else None},
