@@ -88,7 +88,7 @@ CONTROLS: dict[str, Control] = {
     "walk, of evaluation": Control(_NO_WALK, Case("deque", _NEW, "evaluate", UNCHECKED)),
     "walk, of a plain loop": Control(_NO_WALK, Case("deque", "between two calls", "step", UNCHECKED)),
     "checks of suspicions": Control(
-        {f"{_PACKAGE}.capture.invalidation.Invalidation.suspicion": lambda invalidation, captured: ""},
+        {f"{_PACKAGE}.checks.guards.suspicions.Suspicions.of": lambda suspicions, graph: ""},
         Case("getattr(self, f'w{i}')", _NEW, setting=UNCHECKED),
     ),
     "effects": Control(_NO_EFFECTS, Case("counter: ctypes", setting=UNCHECKED)),
