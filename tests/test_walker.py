@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
-from lightning_cudagraph.capture.invalidation import Invalidation
+from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.host_lines import line_that_sets, nearest_line
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.checks.walk import versions
@@ -602,7 +602,7 @@ def test_without_undoing_it_counts_otherwise(
 ) -> None:
     plain_module, module = make(CountsFromSomeStepOn), make(CountsFromSomeStepOn)
     train(plain_module, tmp_path / "plain", accelerator=accelerator)
-    monkeypatch.setattr(Invalidation, "effects_undone", lambda graphs: nullcontext())
+    monkeypatch.setattr(Effects, "undone", lambda effects: nullcontext())
     callback = CUDAGraphCallback(on_unsupported="eager")
     train(module, tmp_path / "graph", callback, accelerator=accelerator)
     assert module.box.calls != plain_module.box.calls
