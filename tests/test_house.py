@@ -33,6 +33,7 @@ FLOORS = [
 KNOW_LIGHTNING = ("compat", "trainer", "callback", "__init__")
 TENSORBOARD = "timing/output/tensorboard/"
 MOST_NAMES = 12
+MOST_ARGUMENTS = 7
 GPU = Path(__file__).parent / "gpu"
 
 
@@ -127,6 +128,26 @@ def test_a_page_names_what_there_is(page: str) -> None:
 def test_a_folder_has_a_dozen_names() -> None:
     names = {folder: _names(folder) for folder in _folders()}
     assert {folder: found for folder, found in names.items() if len(found) > MOST_NAMES} == {}
+
+
+def _arguments_of(cls: ast.ClassDef) -> list[str]:
+    """What the constructor takes; of a dataclass, what its own fields need without a default."""
+    for node in cls.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            return [arg.arg for arg in (*node.args.args[1:], *node.args.kwonlyargs)]
+    if "dataclass" not in "".join(map(ast.unparse, cls.decorator_list)):
+        return []
+    fields = [node for node in cls.body if isinstance(node, ast.AnnAssign) and node.value is None]
+    return [ast.unparse(field.target) for field in fields]
+
+
+def test_constructors_take_few_arguments() -> None:
+    """What belongs to one run, or to one engine, is one object (`capture/context.py`)."""
+    public = vars(lightning_cudagraph)
+    classes = [node for path in FILES for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+    taken = {cls.name: _arguments_of(cls) for cls in classes if cls.name not in public}
+    assert sum(map(bool, taken.values())) > 100
+    assert {name: args for name, args in taken.items() if len(args) > MOST_ARGUMENTS} == {}
 
 
 def test_a_file_says_what_it_is_about() -> None:

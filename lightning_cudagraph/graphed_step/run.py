@@ -149,7 +149,6 @@ class StepRun:
         processes: StepProcesses | None,
         announce: Callable[[str], None] = _log.warning,
         wording: Wording = WORDING,
-        reads: HostReads | None = None,
         narrow: Callable[[UnsupportedError], bool] = lambda error: False,
     ) -> None:
         self.backend = backend
@@ -160,7 +159,7 @@ class StepRun:
         self._settings = settings
         self._processes = processes
         self._wording = wording
-        self._reads = reads
+        self._reads = of.surroundings.host_reads
         self._notes: list[str] = []  # of kinds that were dropped
         self._specializations: dict[Signature, _Specialization] = {}
         self._last: _Specialization | None = None

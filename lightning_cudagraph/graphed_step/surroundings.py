@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.tensors.host_values import HostReads
 
 _STEP_OUTSIDE = "Call the scheduler after the step, outside of it."
 _WITH_SCALER = "Pass the scaler: `GraphedStep(step, modules=..., optimizers=..., scaler=scaler)`."
@@ -30,10 +31,12 @@ class PlainLoop:
     Attributes:
         around: objects of the framework, by name, that the step can read; guards compare their values.
         unwatched: attributes that guards ignore, because they belong to the framework.
+        host_reads: what captured steps read of host values; None if all are part of the signature.
     """
 
     around: Mapping[str, Any] = {}
     unwatched: frozenset[str] = frozenset(vars(nn.Module()))
+    host_reads: HostReads | None = None
 
     def optimizer_in(self, optimizer: Any) -> Any:
         """Return the torch optimizer inside an optimizer of the framework."""

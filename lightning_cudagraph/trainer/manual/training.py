@@ -108,7 +108,6 @@ class ManualTraining:
             processes=None,
             announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
             wording=_WORDING,
-            reads=surroundings.host_reads,
             narrow=narrow,
         )
 

@@ -71,11 +71,6 @@ class _Backward:
 class PartGraph:
     """The graphs of one call of a module.
 
-    Args:
-        forward: the module's own forward pass.
-        call: the call at hand.
-        recording: captures them.
-
     Attributes:
         written: the tensors older than the captures that the module writes.
         replays: the number of forward replays.
