@@ -1022,7 +1022,7 @@ class Experts(Dynamic):
             (chosen,) = torch.where(weights.argmax(-1) == index)
             if len(chosen):
                 sent = expert(hidden[chosen]) * weights[chosen, index, None]
-                found = found.index_add(0, chosen, sent)
+                found = found.index_add(0, chosen, sent.to(found.dtype))
         return self.head(hidden + found)
 
 

@@ -210,7 +210,6 @@ class StepRecorder:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo the effects of a recorded step on gradients, the scaler and wrappers."""
-        self._optimizers.bring_state()
         before = [(parameter, parameter.grad) for parameter in self.parameters().values()]
         with self._replicas.undone(), self._optimizers.undone():
             try:

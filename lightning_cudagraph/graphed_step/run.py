@@ -114,6 +114,8 @@ class _Call(Step[StepResult]):
 
     def refresh(self, outputs: StepResult | None) -> None:
         self.optimizers.note_moves()
+        if outputs is None:
+            self.optimizers.bring_state()
 
     def run(self) -> None:
         self.returned.append(self.recorder.run(self.arguments))

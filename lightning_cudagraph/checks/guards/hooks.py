@@ -19,6 +19,7 @@ from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.structure import hooks_of, name_of_hook
 from lightning_cudagraph.checks.guards.switches import entered_modes, hooks_on_saved_tensors
 from lightning_cudagraph.checks.walk.host_objects import (
+    VALUES,
     attributes_of,
     is_users_class,
     is_users_module,
@@ -62,8 +63,9 @@ class HookRoots:
             is_users = is_users_class(type(owner))
             if type(owner) is FunctionType:
                 is_users = is_users_module(owner.__module__)
-            # A library's own code reads the attributes of its hook.
-            names = self.names if is_users else self.names.union(attributes_of(owner) or ())
+            # A library's own code reads the options of its hook; what that collects is not read.
+            options = {k for k, v in (attributes_of(owner) or {}).items() if type(v) in VALUES}
+            names = self.names if is_users else self.names | options
             path = called.__name__ if type(called) is FunctionType else ""
             of = f"the {kind} `{name_of_hook(called)}`"
             yield Root(called, path, of, by_name=not is_users, behind=names)

@@ -47,6 +47,8 @@ class TrainingStep(Step[StepOutputs]):
         training = self.training
         if self.accumulation.steps:
             training.part.optimizer.note_moves()
+            if outputs is None:
+                training.part.optimizer.bring_state()
         training.metrics.state.adopt()
         training.logs.before_replay(None if outputs is None else outputs.logs)
 
@@ -128,8 +130,6 @@ class TrainingStep(Step[StepOutputs]):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        assert self.body is not None
-        self.body.optimizer.bring_state()
         with self.recorder.undone(), self.training.part.undone(), self.training.undone():
             yield
 
