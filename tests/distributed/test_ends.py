@@ -103,13 +103,8 @@ def test_a_process_that_is_killed_ends_all(tmp_path: Path, accelerator: str, whe
     assert reason in heard, ended[0]
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        *(pytest.param(name, marks=long) for name in ("on_rank_0", "on_rank_1_over_sockets")),
-        "on_rank_1",
-    ],
-)
+@long  # a shorter loader in one process: test_together.py
+@pytest.mark.parametrize("where", ["on_rank_0", "on_rank_1_over_sockets", "on_rank_1"])
 def test_who_has_more_to_do_than_the_others_ends(tmp_path: Path, accelerator: str, where: str) -> None:
     cases = [f"fewer_epochs_{where}"]
     assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=BEGUN_S), cases)
@@ -130,7 +125,8 @@ def _sender(number: int, ranks: tuple[int, ...]) -> Callable[[Path, list[Process
     return send
 
 
-@pytest.mark.parametrize("ranks", [pytest.param((0, 1), marks=long), (1,)], ids=str)
+@long  # signals in evaluations: test_together.py
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=str)
 def test_a_signal_ends_all_behind_the_same_batch(
     tmp_path: Path, accelerator: str, ranks: tuple[int, ...]
 ) -> None:
