@@ -170,7 +170,7 @@ def test_refused_before_the_first_step(
         features.SHARDS: [lambda: _refused_call(lambda: check_shards(nn.Linear(2, 1)))],
         features.COLLECTIVES: [lambda: _refused_call(lambda: Distributed(trainer))],
         features.MANUAL: [lambda: _refused_call(lambda: ManualOptimization(trainer).check())],
-        features.PARTS: [
+        features.CAPTURED_MODULES: [
             lambda: _refused_fit(tmp_path, CUDAGraphCallback(scope="modules", modules=["head"])),
         ],
         features.FABRIC: [lambda: _refused_call(lambda: FabricLoop([], []).check())],

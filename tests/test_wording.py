@@ -13,8 +13,8 @@ import lightning_cudagraph
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.tensors.batch_signature import Signature
+from lightning_cudagraph.trainer.captured_modules.captured_module import WORDING as MODULE
 from lightning_cudagraph.trainer.evaluation import wording_of
-from lightning_cudagraph.trainer.parts.part import WORDING as MODULE
 
 ROOT = Path(lightning_cudagraph.__file__).parent
 WORDINGS = {

@@ -14,16 +14,16 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.processes.nccl import check_nccl
+from lightning_cudagraph.trainer.captured_modules.fallback import Fallback
+from lightning_cudagraph.trainer.captured_modules.training import ModulesTraining
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.config.support import Stage, check_run, check_where_evaluated
 from lightning_cudagraph.trainer.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.manual.training import ManualTraining
-from lightning_cudagraph.trainer.parts.fallback import Fallback
-from lightning_cudagraph.trainer.parts.training import PartsTraining
 from lightning_cudagraph.trainer.training.loop import GraphedTraining
 
-Training = GraphedTraining | ManualTraining | PartsTraining
+Training = GraphedTraining | ManualTraining | ModulesTraining
 
 
 class CapturedRuns:
@@ -82,7 +82,7 @@ class CapturedRuns:
             if asked["evaluation"] and settings.raise_unsupported:
                 check_where_evaluated(trainer)  # raise now, not after the first epoch
             backend = self.backend(trainer, asked["backend"])
-            parts = PartsTraining(trainer, module, backend, settings) if has_parts else None
+            parts = ModulesTraining(trainer, module, backend, settings) if has_parts else None
             training = parts if is_parts else self._widest(trainer, module, backend, settings, parts)
         except UnsupportedError as error:
             refused = error
@@ -106,7 +106,7 @@ class CapturedRuns:
         module: pl.LightningModule,
         backend: Backend,
         settings: Settings,
-        parts: PartsTraining | None,
+        parts: ModulesTraining | None,
     ) -> Training:
         """Begin with whole steps, or with `parts` if the run shows that these cannot be captured."""
         if parts is None:

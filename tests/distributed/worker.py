@@ -25,7 +25,7 @@ from tests.distributed import (
     cases,
     evaluation_cases,
     model_cases,
-    part_cases,
+    module_cases,
     sharded_cases,
     step_cases,
     time_cases,
@@ -49,7 +49,7 @@ _IGNORED = (
     r".*no current CUDA context",
 )
 # Begin with their name.
-_OF_OTHER_NAMES = (evaluation_cases, part_cases, sharded_cases, step_cases, unequal_cases)
+_OF_OTHER_NAMES = (evaluation_cases, module_cases, sharded_cases, step_cases, unequal_cases)
 _ROOT = str(Path(__file__).parents[2])
 _LOOK_EVERY_S = 0.05
 # What is noted once a process has been started, and how long it waits for the others.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_cudagraph.compat.features import (
     BROKEN_CAPTURES,
     CAPTURABLE_ON_CPU,
+    CAPTURED_MODULES,
     CAPTURES,
     COLLECTIVES,
     CUDA,
@@ -15,7 +16,6 @@ from lightning_cudagraph.compat.features import (
     FP16,
     HELD_GRADIENTS,
     METRICS,
-    PARTS,
     REPLICAS,
     SEGMENTS,
     SHARDS,
@@ -130,21 +130,33 @@ def _has_hook_tables(handle: Any) -> bool:
 _AUTOGRAD = (
     PrivateName("torch.autograd._get_sequence_nr", (TIMES,), _counts_nodes),
     # Read from nodes by the probe above; older versions do not declare it here.
-    PrivateName("torch.autograd.graph.Node._sequence_nr", (PARTS,)),
+    PrivateName("torch.autograd.graph.Node._sequence_nr", (CAPTURED_MODULES,)),
     PrivateName("torch.autograd.Variable._execution_engine", (TIMES,)),
-    PrivateName("torch._C._current_graph_task_id", (TIMES, PARTS), lambda number: number() == -1),
-    PrivateName("torch._C._are_functorch_transforms_active", (PARTS,), lambda active: active() is False),
+    PrivateName(
+        "torch._C._current_graph_task_id", (TIMES, CAPTURED_MODULES), lambda number: number() == -1
+    ),
+    PrivateName(
+        "torch._C._are_functorch_transforms_active",
+        (CAPTURED_MODULES,),
+        lambda active: active() is False,
+    ),
     PrivateName(
         "torch._C._autograd._top_saved_tensors_default_hooks",
-        (CAPTURES, PARTS),
+        (CAPTURES, CAPTURED_MODULES),
         lambda top: top(True) is None,
     ),
     PrivateName("torch._C._len_torch_function_stack", (CAPTURES,), lambda length: length() >= 0),
     PrivateName("torch._C._len_torch_dispatch_stack", (CAPTURES,), lambda length: length() >= 0),
     *named("torch._C", "_get_function_stack_at _get_dispatch_stack_at", CAPTURES),
-    PrivateName(f"{_DISPATCH}._get_current_dispatch_mode", (PARTS,), lambda mode: mode() is None),
-    PrivateName("torch.autograd.forward_ad._current_level", (PARTS,), lambda level: level == -1),
-    PrivateName("torch.nn.utils.parametrize._cache_enabled", (PARTS,), lambda depth: depth == 0),
+    PrivateName(
+        f"{_DISPATCH}._get_current_dispatch_mode", (CAPTURED_MODULES,), lambda mode: mode() is None
+    ),
+    PrivateName(
+        "torch.autograd.forward_ad._current_level", (CAPTURED_MODULES,), lambda level: level == -1
+    ),
+    PrivateName(
+        "torch.nn.utils.parametrize._cache_enabled", (CAPTURED_MODULES,), lambda depth: depth == 0
+    ),
     # Entered around a checkpointed function, and around its recomputation.
     *named("torch.utils.checkpoint", "_checkpoint_hook _recomputation_hook", TIMES),
     PrivateName("torch.utils.hooks.RemovableHandle", (TIMES,), _has_hook_tables),

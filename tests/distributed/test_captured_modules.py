@@ -19,4 +19,4 @@ def test_processes_train_as_without_the_callback(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
     kwargs = {"limit_s": AT_ONCE_S, "to_its_end": False}
-    assert_cases_of("part_cases", tmp_path, cases, accelerator, timeout_s=400, **kwargs)
+    assert_cases_of("module_cases", tmp_path, cases, accelerator, timeout_s=400, **kwargs)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_cudagraph import CUDAGraphCallback
 from tests.distributed.cases import BUCKETS, Here
 from tests.harness import assert_same, loader
-from tests.test_parts import Dynamic
+from tests.test_captured_modules import Dynamic
 
 
 class Pair(nn.Module):

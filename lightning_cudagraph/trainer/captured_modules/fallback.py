@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.trainer.captured_modules.training import ModulesTraining
 from lightning_cudagraph.trainer.manual.training import ManualTraining
-from lightning_cudagraph.trainer.parts.training import PartsTraining
 from lightning_cudagraph.trainer.training.loop import GraphedTraining
 
 
@@ -19,7 +19,7 @@ class Fallback:
     """Modules that are captured instead of whole steps, from the batch after their refusal on."""
 
     def __init__(
-        self, trainer: pl.Trainer, parts: PartsTraining, begin: Callable[[PartsTraining], None]
+        self, trainer: pl.Trainer, parts: ModulesTraining, begin: Callable[[ModulesTraining], None]
     ) -> None:
         self._loop, self._parts, self._begin = trainer.fit_loop.epoch_loop, parts, begin
         self._patches = ExitStack()

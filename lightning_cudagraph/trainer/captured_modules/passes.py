@@ -20,8 +20,8 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.batch import refuse_odd_outputs
 from lightning_cudagraph.tensors.writes import storage_id
-from lightning_cudagraph.trainer.parts.calls import tensors_of
-from lightning_cudagraph.trainer.parts.refusals import hooks_refused, refuse_made_otherwise
+from lightning_cudagraph.trainer.captured_modules.calls import tensors_of
+from lightning_cudagraph.trainer.captured_modules.refusals import hooks_refused, refuse_made_otherwise
 
 # Each use has a static gradient of its own.
 _MAX_USES = 64

@@ -25,6 +25,11 @@ from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
 from lightning_cudagraph.tensors.batch import KEEP_GRADIENT
 from lightning_cudagraph.tensors.batch_signature import Signature
+from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call, tensors_of
+from lightning_cudagraph.trainer.captured_modules.gradients import Arrival
+from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
+from lightning_cudagraph.trainer.captured_modules.node import NO_SECOND
+from lightning_cudagraph.trainer.captured_modules.refusals import refuse_shared_memory
 from lightning_cudagraph.trainer.common.host_rules import (
     OWN_ATTRIBUTES,
     RUN_STATE,
@@ -32,11 +37,6 @@ from lightning_cudagraph.trainer.common.host_rules import (
     outside_of_model,
 )
 from lightning_cudagraph.trainer.config.settings import Settings
-from lightning_cudagraph.trainer.parts.calls import LEAVE_OUT, Call, tensors_of
-from lightning_cudagraph.trainer.parts.gradients import Arrival
-from lightning_cudagraph.trainer.parts.graph import PartGraph
-from lightning_cudagraph.trainer.parts.node import NO_SECOND
-from lightning_cudagraph.trainer.parts.refusals import refuse_shared_memory
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def _none(module: nn.Module) -> bool:
 
 
 @dataclass
-class PartsRun:
+class ModulesRun:
     """The state that all captured modules of a `fit` share.
 
     Attributes:
@@ -112,10 +112,10 @@ class Variant:
         refused: why its calls are eager for good; None if they are not.
     """
 
-    def __init__(self, run: PartsRun, module: nn.Module, forward: Callable[..., Any], call: Call):
+    def __init__(self, run: ModulesRun, module: nn.Module, forward: Callable[..., Any], call: Call):
         self._run, self._module, self._forward = run, module, forward
         self.signature: Signature = call.signature
-        self.graphs: list[PartGraph] = []
+        self.graphs: list[ModuleGraph] = []
         self.refused: UnsupportedError | None = None
         self._compiled = CompiledCode()
         self._arrivals: dict[int, Arrival] = {}
@@ -139,7 +139,7 @@ class Variant:
         moved = self._run.backend.host_value_moved()
         return "a tensor in host memory, which a graph has as a number, changed" if moved else None
 
-    def take(self, graph: PartGraph) -> None:
+    def take(self, graph: ModuleGraph) -> None:
         """Take what the captures have baked in, to find changes."""
         self.guards.take(graph)
 
@@ -189,7 +189,7 @@ class Variant:
         arrived[index] = None if gradient is None else gradient.detach()
         self._arrivals[position] = Arrival.of(arrived, self._run.backend.device)
 
-    def capture(self, call: Call) -> PartGraph:
+    def capture(self, call: Call) -> ModuleGraph:
         """Capture a call.
 
         Raises:
@@ -199,7 +199,7 @@ class Variant:
             raise UnsupportedError("The module calls compiled code.", LEAVE_OUT)
         others = [*self._arrivals.values()]  # of calls of the same step, if not of this one
         arrival = self._arrivals.get(self._position, others[0] if others else None)
-        graph = PartGraph(self._run.backend, self._module, self._forward, call, self)
+        graph = ModuleGraph(self._run.backend, self._module, self._forward, call, self)
         graph.capture(arrival if arrival is not None and arrival.is_plain else None)
         self.graphs.append(graph)
         self._run.counts.captures += 1
@@ -233,7 +233,7 @@ class Variant:
         run.counts.memory_bytes = run.backend.graph_bytes()
         return graph, found, any(names.users_code for names in guards.mentioned[before:])
 
-    def replay(self, graph: PartGraph, call: Call) -> Any:
+    def replay(self, graph: ModuleGraph, call: Call) -> Any:
         """Replay a call, which is verified first if that is due.
 
         Raises:
@@ -248,7 +248,7 @@ class Variant:
             guards.clear_suspicion(graph)
         return graph.replay(call)
 
-    def drop(self) -> list[PartGraph]:
+    def drop(self) -> list[ModuleGraph]:
         """Let go of all graphs, of which some may be in use; calls warm up again."""
         graphs, self.graphs = self.graphs, []
         if graphs:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
-from lightning_cudagraph.trainer.parts.calls import LEAVE_OUT
-from lightning_cudagraph.trainer.parts.passes import Group
+from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT
+from lightning_cudagraph.trainer.captured_modules.passes import Group
 
 _Gradients = Sequence[Tensor | None]
 # The gradients of the inputs, given those of the outputs.

@@ -25,11 +25,17 @@ from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
 from lightning_cudagraph.tensors.batch import compared_outputs
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id, whole
-from lightning_cudagraph.trainer.parts.calls import LEAVE_OUT, Call, tensors_of, with_tensors
-from lightning_cudagraph.trainer.parts.gradients import Arrival, Mode, copied, fill, fill_for_check
-from lightning_cudagraph.trainer.parts.node import Use, attached
-from lightning_cudagraph.trainer.parts.passes import Pass
-from lightning_cudagraph.trainer.parts.refusals import (
+from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call, tensors_of, with_tensors
+from lightning_cudagraph.trainer.captured_modules.gradients import (
+    Arrival,
+    Mode,
+    copied,
+    fill,
+    fill_for_check,
+)
+from lightning_cudagraph.trainer.captured_modules.node import Use, attached
+from lightning_cudagraph.trainer.captured_modules.passes import Pass
+from lightning_cudagraph.trainer.captured_modules.refusals import (
     own_gradients_refused,
     refuse_shared_outputs,
     refuse_sparse,
@@ -50,7 +56,7 @@ class Recording(Protocol):
     def changed(self, before_capture: bool) -> str | None:
         """The first change of what the captures have baked in, in words; None if there is none."""
 
-    def take(self, graph: PartGraph) -> None:
+    def take(self, graph: ModuleGraph) -> None:
         """Take what the captures have baked in, to find changes."""
 
 
@@ -68,7 +74,7 @@ class _Backward:
     calls_user_code: bool
 
 
-class PartGraph:
+class ModuleGraph:
     """The graphs of one call of a module.
 
     Attributes:

@@ -16,21 +16,21 @@ from torch import nn
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.compat.features import PARTS
+from lightning_cudagraph.compat.features import CAPTURED_MODULES
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.compat.tables import notes_of_captures, require
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.trainer.captured_modules.captured_module import CapturedModule
+from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.config.settings import Settings
-from lightning_cudagraph.trainer.parts.part import Part
-from lightning_cudagraph.trainer.parts.variant import PartsRun
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
 
-class PartsTraining:
+class ModulesTraining:
     """One `fit` with graphs of modules.
 
     Raises:
@@ -41,7 +41,7 @@ class PartsTraining:
     def __init__(
         self, trainer: pl.Trainer, module: pl.LightningModule, backend: Backend, settings: Settings
     ) -> None:
-        require(PARTS)
+        require(CAPTURED_MODULES)
         modules = _named(module, settings.modules)
         if settings.compile:
             raise UnsupportedError(
@@ -60,8 +60,8 @@ class PartsTraining:
         self._refused: list[str] = []
         self._patches = ExitStack()
         announce = lambda text: rank_zero_info(f"lightning_cudagraph: {text}")  # noqa: E731
-        self._run = PartsRun(trainer, backend, settings, announce)
-        self._parts = [Part(self._run, name, part) for name, part in modules.items()]
+        self._run = ModulesRun(trainer, backend, settings, announce)
+        self._parts = [CapturedModule(self._run, name, part) for name, part in modules.items()]
         self._modules = [*modules.values()]
 
     def replace(self, counts: StepCounts, error: UnsupportedError, optimizer: str = "") -> None:

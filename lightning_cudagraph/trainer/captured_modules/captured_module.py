@@ -23,9 +23,9 @@ from lightning_cudagraph.errors import (
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import in_words
 from lightning_cudagraph.tensors.signatures import make_room
-from lightning_cudagraph.trainer.parts.calls import LEAVE_OUT, Call
-from lightning_cudagraph.trainer.parts.graph import PartGraph
-from lightning_cudagraph.trainer.parts.variant import PartsRun, Variant
+from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call
+from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
+from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun, Variant
 
 WORDING = Wording(
     words={
@@ -38,7 +38,7 @@ WORDING = Wording(
 _MAX_SHORT, _FEW_REPLAYS = 3, 8
 
 
-class Part:
+class CapturedModule:
     """A module whose calls in training steps are replays, if they can be.
 
     Attributes:
@@ -48,13 +48,13 @@ class Part:
         eager: number of other eager calls, by reason.
     """
 
-    def __init__(self, run: PartsRun, name: str, module: nn.Module) -> None:
+    def __init__(self, run: ModulesRun, name: str, module: nn.Module) -> None:
         self._run, self.name, self._module = run, name, module
         self._forward = Original(module, "forward")
         self._parameters, self._modules = [*module.parameters()], [*module.modules()]
         self._variants: dict[Signature, Variant] = {}
         self._last: Variant | None = None
-        self._retired: list[PartGraph] = []
+        self._retired: list[ModuleGraph] = []
         self._short = 0
         self._given_up: str | None = None
         self.replayed = self.warmed_up = self.captures = 0

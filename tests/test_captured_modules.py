@@ -1,6 +1,6 @@
 """Captured modules in eager steps (`scope="modules"`): the same run as without them, bit for bit.
 
-`tests/gpu/test_parts.py` collects these tests again, on CUDA.
+`tests/gpu/test_captured_modules.py` collects these tests again, on CUDA.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.checks.guards.guards import Guards
-from lightning_cudagraph.trainer.parts.graph import PartGraph
+from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
 from tests.harness import Net, Trace, assert_same, loader, make, train
 
 FULL, STEPS = 21, 24  # those of the default loader in three epochs; ragged batches come three times
@@ -627,7 +627,7 @@ def test_what_no_graph_can_hold_is_refused(tmp_path: Path, accelerator: str, nam
     run = train(make(Writes), tmp_path, callback, accelerator=accelerator, raises=UnsupportedError)
     assert f"`{name}`: " in str(run.error)
     assert "Remedy" in str(run.error)
-    assert "test_parts.py" in str(run.error)
+    assert "test_captured_modules.py" in str(run.error)
 
 
 class Scales(torch.autograd.Function):
@@ -738,7 +738,7 @@ def test_control_without_guards_the_run_differs(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Guards, "changed", lambda self: None)
-    monkeypatch.setattr(PartGraph, "check", lambda *args: None)
+    monkeypatch.setattr(ModuleGraph, "check", lambda *args: None)
     with pytest.raises(AssertionError, match="differ at"):
         runs(tmp_path, Changes, ["features", "scaled"], accelerator)
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.test_parts import *  # noqa: F403
-from tests.test_parts import FULL, WARMUP, Dynamic, note, runs
+from tests.test_captured_modules import *  # noqa: F403
+from tests.test_captured_modules import FULL, WARMUP, Dynamic, note, runs
 
 
 class OnAStream(Dynamic):
