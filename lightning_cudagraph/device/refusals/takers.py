@@ -9,7 +9,7 @@ import ast
 import linecache
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 
@@ -35,7 +35,27 @@ _PASS_ON = (
 _ASK_ALL = ("all", "any")
 # What takes numbers alone: these also of arithmetic with a variable, which may be a tensor.
 _OF_NUMBERS = {WINDOW, START, STOP, "range"}
-_Parents = dict[ast.AST, ast.AST]
+
+
+class _Parents(dict[ast.AST, ast.AST]):
+    """The parent of each node of a file, and its functions and calls by name."""
+
+    @cached_property
+    def functions(self) -> dict[str, list[ast.FunctionDef]]:
+        found: dict[str, list[ast.FunctionDef]] = {}
+        for node in self:
+            if isinstance(node, ast.FunctionDef):
+                found.setdefault(node.name, []).append(node)
+        return found
+
+    @cached_property
+    def calls(self) -> dict[str, list[ast.AST]]:
+        found: dict[str, list[ast.AST]] = {}
+        for node in self:
+            if name := _name(node):
+                found.setdefault(name, []).append(node)
+        return found
+
 
 # By what takes a tensor, or a number that changes, where a graph needs a fixed number.
 _INSTEAD = {
@@ -230,8 +250,8 @@ def _parents(text: str) -> _Parents:
     try:
         tree = ast.parse(text)
     except SyntaxError:  # a cell of a notebook, with commands of its own
-        return {}
-    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        return _Parents()
+    return _Parents((child, node) for node in ast.walk(tree) for child in ast.iter_child_nodes(node))
 
 
 def _is_on(node: ast.AST, line: int) -> bool:
@@ -279,7 +299,7 @@ def _taker(node: ast.AST, parents: _Parents, of_number: bool) -> _Taken:
 
     while (above := parents.get(node)) is not None:
         if isinstance(above, ast.Call) and node is not above.func and _name(above) not in _PASS_ON:
-            functions = _functions(parents, _name(above))
+            functions = parents.functions.get(_name(above))
             if not functions:
                 return by(_name(above))
             inside += tuple(each for one in functions for each in _arguments(one, above, node))
@@ -309,11 +329,6 @@ def _taker(node: ast.AST, parents: _Parents, of_number: bool) -> _Taken:
     return by("")
 
 
-def _functions(parents: _Parents, name: str) -> list[ast.FunctionDef]:
-    """The functions of this name in the file."""
-    return [each for each in parents if isinstance(each, ast.FunctionDef) and each.name == name]
-
-
 def _arguments(function: ast.FunctionDef, call: ast.Call, given: ast.AST) -> Iterator[ast.Name]:
     """The uses of an argument of a call in the function that is called."""
     names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
@@ -326,9 +341,9 @@ def _arguments(function: ast.FunctionDef, call: ast.Call, given: ast.AST) -> Ite
     return _loads(frozenset(names), ast.walk(function))
 
 
-def _calls_of(function: ast.AST, parents: _Parents) -> Iterator[ast.AST]:
+def _calls_of(function: ast.AST, parents: _Parents) -> Iterable[ast.AST]:
     name = getattr(function, "name", "")
-    return (each for each in parents if name and _name(each) == name)
+    return parents.calls.get(name, ())
 
 
 def _function_around(node: ast.AST, parents: _Parents) -> ast.AST:
