@@ -3,7 +3,7 @@
 The step's Python runs unchanged. Its computations on the host are recorded as a `HostProgram`: its
 numbers are `HostScalar`s, and the tensors that it keeps in host memory are followed op by op. A device
 op that takes such a number gets a tensor instead (`scalar_ops`), which each replay fills before its
-launch, with one copy for all numbers.
+launch, with one copy for all numbers, if they are other ones than before.
 
 A number that the step reads from the device (`norm().item()`) stays there, in double precision, as long
 as the step only adds, subtracts, multiplies and divides it, or takes the larger of two: these round on
@@ -15,8 +15,10 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from types import BuiltinFunctionType, FrameType
 from typing import Any
 
@@ -76,12 +78,17 @@ class Stage:
     def __init__(self, device: torch.device, size: int) -> None:
         self.numbers = torch.zeros(size, 3, dtype=torch.float64, device=device)
         self._is_pinned = device.type == "cuda"
+        self._filled = b""
 
     def fill(self, rows: list[tuple[float, float, float]]) -> None:
-        """Copy numbers to the device, on the current stream."""
+        """Copy numbers to the device, on the current stream, unless the last ones were the same."""
+        values = array("d", chain.from_iterable(rows)).tobytes()
+        if values == self._filled:
+            return
         # Pinned memory of torch's own pool is not reused before the copy is done.
         source = torch.tensor(rows, dtype=torch.float64, pin_memory=self._is_pinned)
         self.numbers[: len(rows)].copy_(source, non_blocking=True)
+        self._filled = values
 
 
 class TracedStep(OwnFunctionMode):
