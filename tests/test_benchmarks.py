@@ -365,7 +365,7 @@ def test_the_forms_of_an_optimizer() -> None:
 
 
 # The example validates, which takes no part in this.
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no")
 @pytest.mark.parametrize(("rows", "least"), [(shapes.ROWS, 0.4), (manual.ROWS, 0.5)])
 def test_plain_lightning_and_the_callback_in_turn(rows: dict[str, pairs.Row], least: float) -> None:

@@ -1120,6 +1120,7 @@ class HookedDynamic(Dynamic):
 NO_GRAPH = "whole steps are not captured: A CUDA graph cannot hold"
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 @pytest.mark.parametrize(
     ("build", "kwargs", "reasons"),

@@ -338,7 +338,7 @@ class DropsOut(Evaluated):
         self.features[3].train()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("cls", [DropsOut, Evaluated])
 def test_unwatched(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     """Without anybody's code between two batches, as most evaluations are."""
@@ -610,7 +610,7 @@ def test_gradients_inside(tmp_path: Path, accelerator: str) -> None:
     assert evaluation_of(done.graph).replayed > 4
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
@@ -848,6 +848,7 @@ class Positioned(Evaluated):
         return super().validation_step(batch, batch_idx, dataloader_idx)
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings(*_IGNORED)
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_metrics_on_the_host(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:

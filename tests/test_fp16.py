@@ -420,6 +420,7 @@ class ChangesTheScaler(Overflows):
             self.trainer.precision_plugin.scaler.load_state_dict({**state, "scale": 2.0**9})
 
 
+@pytest.mark.long
 def test_the_scaler_changed_by_hand(tmp_path: Path, accelerator: str) -> None:
     plain, one = run(tmp_path / "plain", accelerator, ChangesTheScaler, None)
     graph, other = run(tmp_path / "graph", accelerator, ChangesTheScaler, CUDAGraphCallback())
@@ -436,7 +437,7 @@ class ReplacesTheScaler(Overflows):
             self.trainer.precision_plugin.scaler = scaler
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_another_scaler_in_the_middle_of_a_run(tmp_path: Path, accelerator: str, scope: Any) -> None:
     plain, one = run(tmp_path / "plain", accelerator, ReplacesTheScaler, None)
@@ -448,6 +449,7 @@ def test_another_scaler_in_the_middle_of_a_run(tmp_path: Path, accelerator: str,
     assert "the trainer has another gradient scaler" in graph.counts.recaptures
 
 
+@pytest.mark.long
 def test_a_scaler_that_is_switched_off(tmp_path: Path, accelerator: str) -> None:
     device = "cuda" if accelerator == "gpu" else "cpu"
 
@@ -499,6 +501,7 @@ def test_resumed_with_and_without(tmp_path: Path, accelerator: str) -> None:
     assert graph.counts.replayed >= 10
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_fused_optimizer_skips_bad_batches(tmp_path: Path, accelerator: str, accumulated: int) -> None:
     """The recipe of docs/recipes/nan_checks.md, with batches to skip."""

@@ -947,6 +947,7 @@ def test_tuples_of_iterators_are_given_back() -> None:
     assert (next(pair[0]), next(pair[1][1])) == ("a", 1)  # type: ignore[call-overload]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(Precision, "backward"), (Tensor, "backward"), (Net.__base__, "log")],
@@ -1027,6 +1028,7 @@ class _RaisesAnother(_Swallows):
         return loss * self.read(loss)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("module", "words"),
     [

@@ -266,6 +266,7 @@ def test_training(tmp_path: Path, accelerator: str, name: str) -> None:
     assert graph.counts.replayed > 4 or name in _EAGER
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings(_LAYOUT_CONTRACT)
 @pytest.mark.parametrize(
     ("cls", "reason"),

@@ -122,6 +122,7 @@ def test_many_random_graphs(part: int, graph: Any, moment: str, verify: int, acc
     _graph_is_never_wrong(graph, moment, verify, accelerator)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", CONTROLS)
 def test_wrong_without_the_mechanism(
     name: str, accelerator: str, monkeypatch: pytest.MonkeyPatch

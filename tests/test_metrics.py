@@ -130,6 +130,7 @@ def test_what_is_known_only_after_the_replay(
     assert_same(plain, eager)
 
 
+@pytest.mark.long
 def test_metrics_are_whole_afterwards(tmp_path: Path, accelerator: str) -> None:
     module = make(Measured)
     names = set(vars(module.accuracy))  # type: ignore[arg-type]

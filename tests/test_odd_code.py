@@ -534,6 +534,7 @@ def test_batches_that_can_be_copied(tmp_path: Path, accelerator: str, build: Any
     assert graph.counts.captures == 1
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("build", "message"),
     [

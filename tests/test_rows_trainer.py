@@ -205,7 +205,7 @@ class Described(Net):
         return {"loss": output["loss"] * (self.hparams["width"] / 24)}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("graph", [False, True], ids=["scalars", "log_graph"])
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:.*:torch.jit.TracerWarning")
 def test_several_loggers(tmp_path: Path, accelerator: str, graph: bool) -> None:
@@ -859,6 +859,7 @@ class Partial(Net):
         return {name: value for name, value in state.items() if "head" in name}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_state_that_is_loaded_in_part(tmp_path: Path, accelerator: str) -> None:
     first = train(make(Partial), tmp_path / "first", accelerator=accelerator, max_epochs=1)

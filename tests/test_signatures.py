@@ -191,7 +191,7 @@ class Wide(Reader):
         return self.head(self.features(hidden))
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("window", [1, 2])
 def test_parameters_that_only_some_lengths_use(tmp_path: Path, accelerator: str, window: int) -> None:
     """An optimizer skips a parameter without a gradient, and no zeros may take its place."""

@@ -16,7 +16,6 @@ def _assert_all_ok(tmp_path: Path, accelerator: str, *cases: str) -> None:
 CAPTURED = (
     "fully_sharded_in_windows",
     "fully_sharded_and_not_captured",
-    "evaluation_of_sharded_weights",
 )
 CAPTURED_LONG = (
     "fully_sharded",
@@ -32,6 +31,7 @@ CAPTURED_LONG = (
     "fully_sharded_and_meddled_with",
     "fully_sharded_in_mixed_precision",
     "fully_sharded_in_ways_of_ones_own",
+    "evaluation_of_sharded_weights",
 )
 
 

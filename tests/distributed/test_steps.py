@@ -31,9 +31,7 @@ SAME_LONG = (
 AGREED = (
     "an_error_in_one_process",
     "another_shape",
-    "a_guard_in_one_process",
     "a_capture_that_one_refuses",
-    "collectives_that_are_refused",
 )
 AGREED_LONG = (
     "different_arguments",
@@ -50,6 +48,8 @@ AGREED_LONG = (
     "a_hook_in_the_middle_of_the_loop",
     "unequal_batches",
     "manual_optimization_is_refused",
+    "a_guard_in_one_process",
+    "collectives_that_are_refused",
 )
 OVER_SOCKETS = (
     "another_shape_over_sockets",

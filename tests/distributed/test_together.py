@@ -11,7 +11,6 @@ from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
 SAME = (
     "same_numbers_in_buckets_accumulated",
     "same_numbers_over_sockets",
-    "same_numbers_with_shared_logs",
 )
 # One part of what is together in a case of `SAME`, or another setting or callback.
 SAME_LONG = (
@@ -30,6 +29,7 @@ SAME_LONG = (
     "same_numbers_on_several_streams",
     "same_numbers_with_plain_steps",
     "same_numbers_with_scheduled_accumulation",
+    "same_numbers_with_shared_logs",
 )
 AGREED = (
     "another_shape",
@@ -112,6 +112,7 @@ def test_a_group_that_is_there_already(tmp_path: Path, accelerator: str) -> None
     assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=400), cases)
 
 
+@pytest.mark.long
 def test_a_process_alone(tmp_path: Path, accelerator: str) -> None:
     cases = ["same_numbers_of_one", "sent_back_to_one_stream"]
     assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=400, size=1), cases)
