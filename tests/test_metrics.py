@@ -138,3 +138,140 @@ def test_metrics_are_whole_afterwards(tmp_path: Path, accelerator: str) -> None:
     assert set(vars(module.accuracy)) == names  # type: ignore[arg-type]
     module.cpu()
     assert torch.is_tensor(module.accuracy(torch.rand(3, 4), torch.tensor([0, 1, 2])))  # type: ignore[operator]
+
+
+class _Deferred(Net):
+    """A step with deferred metrics: one looks for NaN, one keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.kept = CatMetric()
+        self.register_buffer("seen", torch.zeros(4))
+        self.drop = nn.Dropout(0.3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.drop(self(x))
+        loss = nn.functional.cross_entropy(logits, y)
+        self.use(logits, loss)
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        return self.returned(loss)
+
+    def use(self, logits: Any, loss: Any) -> None:
+        self.mean(loss.detach())
+
+    def returned(self, loss: Any) -> Any:
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.kept._update_count:
+            self.log("kept", self.kept.compute().float().square().mean())
+            self.kept.reset()
+
+
+class DividesTheLoss(_Deferred):
+    def use(self, logits: Any, loss: Any) -> None:
+        self.mean(loss)
+
+    def returned(self, loss: Any) -> Any:
+        loss /= 4
+        return loss
+
+
+class WritesIntoWhatIsKept(_Deferred):
+    def use(self, logits: Any, loss: Any) -> None:
+        values = logits.detach().clone()
+        self.kept.update(values)
+        self.mean(values)
+        values.clamp_(-0.1, 0.1).mul_(2)
+
+
+class GivesAWeight(_Deferred):
+    def use(self, logits: Any, loss: Any) -> None:
+        self.mean(next(self.parameters()))
+
+
+class GivesABuffer(_Deferred):
+    def use(self, logits: Any, loss: Any) -> None:
+        self.mean(self.seen)
+        self.seen += logits.detach().sum(0)
+
+
+class Multiplies(CatMetric):
+    def update(self, value: Any) -> None:
+        super().update(value.float() @ torch.eye(value.shape[1], device=value.device))
+
+
+class MultipliesUnderAutocast(_Deferred):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Multiplies()
+
+    def use(self, logits: Any, loss: Any) -> None:
+        self.mean(loss.detach())
+        self.kept.update(logits.detach())
+
+
+class Draws(CatMetric):
+    def update(self, value: Any) -> None:
+        super().update(value * torch.rand_like(value))
+
+
+class DrawsLast(_Deferred):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Draws()
+
+    def use(self, logits: Any, loss: Any) -> None:
+        self.mean(loss.detach())
+        self.kept.update(loss.detach())
+
+
+class DrawsFirst(DrawsLast):
+    def returned(self, loss: Any) -> Any:
+        return self.drop(loss.expand(4)).mean()
+
+
+class KeepsAWeight(_Deferred):
+    def use(self, logits: Any, loss: Any) -> None:
+        self.mean(loss.detach())
+        self.kept.update(next(self.parameters()).detach())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics.*")
+@pytest.mark.parametrize(
+    ("cls", "precision"),
+    [
+        (DividesTheLoss, "32-true"),
+        (WritesIntoWhatIsKept, "32-true"),
+        (GivesAWeight, "32-true"),
+        (GivesABuffer, "32-true"),
+        (MultipliesUnderAutocast, "bf16-mixed"),
+        (DrawsLast, "32-true"),
+    ],
+)
+def test_a_deferred_metric_sees_what_an_eager_one_sees(
+    tmp_path: Path, accelerator: str, cls: type[Net], precision: Any
+) -> None:
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 3, "precision": precision}
+    plain = train(make(cls), tmp_path / "plain", **kwargs)
+    graph = train(make(cls), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    assert_same(plain, graph)
+    assert graph.counts.replayed >= 12
+    assert "`mean` (it needs a Python branch" in str(graph.summary)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics.*")
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (DrawsFirst, r"random numbers by the metric `kept`.*test_metrics.py:\d+"),
+        (KeepsAWeight, r"metric `kept` with a parameter or a buffer.*test_metrics.py:\d+.*clone"),
+    ],
+)
+def test_a_deferred_metric_that_would_see_something_else_is_refused(
+    tmp_path: Path, accelerator: str, cls: type[Net], message: str
+) -> None:
+    with pytest.raises(CaptureError, match=f"(?s){message}"):
+        train(make(cls), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)

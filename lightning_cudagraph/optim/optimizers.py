@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_cudagraph.checks.audit.frozen import option_error
 from lightning_cudagraph.checks.verify.tape import floats_given
@@ -167,13 +168,27 @@ class PreparedOptimizer(EagerOptimizer):
         self._restored = False
         self._restore = ExitStack()
         self._prepare_groups()
+        self._hooks = self._registered_hooks()
         self._allow_cpu()
         parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         self._stage = Stage(device, _MAX_NUMBERS + _MAX_NUMBERS_EACH * parameters)
-        self._hooks = [
-            optimizer.register_state_dict_post_hook(OwnHook(self._as_the_user_has_it)),
-            optimizer.register_load_state_dict_post_hook(OwnHook(self._after_load)),
-        ]
+
+    def _registered_hooks(self) -> list[RemovableHandle]:
+        optimizer, registered = self.optimizer, []
+        try:
+            hook = optimizer.register_state_dict_post_hook(OwnHook(self._as_the_user_has_it))
+            registered.append(hook)
+            registered.append(optimizer.register_load_state_dict_post_hook(OwnHook(self._after_load)))
+        except (AttributeError, TypeError) as error:
+            for hook in registered:
+                hook.remove()
+            raise UnsupportedError(
+                f"`{type(optimizer).__qualname__}` takes no hooks on its state: its `__init__` does not"
+                " call that of `torch.optim.Optimizer`.",
+                "Call `super().__init__(params, defaults)` in it.",
+                in_optimizer=True,
+            ) from error
+        return registered
 
     def _allow_cpu(self) -> None:
         """Add the CPU to torch's devices for `capturable`, for the emulator, until `restore`."""

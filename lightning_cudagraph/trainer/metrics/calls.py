@@ -2,13 +2,17 @@
 
 A metric counts its calls on the host, and rebinds its states. If its arithmetic can be in the graph, a
 `GraphCall` updates its host bookkeeping after each replay, as an eager call would. If not, the call is
-deferred: a `DeferredCall` holds the static tensors of its arguments, and makes the call on copies of
-them after the replay. The step may log the result of a deferred call, and use it for nothing else.
+deferred: the graph copies its arguments at the call, because the step may write into them later, and a
+`DeferredCall` makes the call on copies of these after the replay. The step may log the result of a
+deferred call, and use it for nothing else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.errors import CaptureError, see
 from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
+from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.trainer.metrics.of_model import metrics_of
 
 # The host bookkeeping of a metric about its calls.
@@ -53,17 +58,55 @@ KEEP_SUMS = (
 
 @dataclass(eq=False)
 class DeferredCall(MetricCall):
-    """A call of a metric, ``"forward"`` or ``"update"``, that is made after each replay."""
+    """A call of a metric, ``"forward"`` or ``"update"``, that is made after each replay.
+
+    Attributes:
+        arguments: static tensors, as the graph has copied them at the call.
+        modes: enter the modes of autograd and autocast at the call.
+        given: the tensors among the arguments of the step itself.
+    """
 
     name: str
     metric: Metric | MetricCollection
     method: str
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    modes: list[Callable[[], AbstractContextManager[Any]]]
+    given: list[Tensor]
+
+    def __post_init__(self) -> None:
+        self._versions = [tensor._version for tensor in self.given]
+        self._rewritten: list[int] = []
+
+    @classmethod
+    def of(cls, name: str, metric: Any, method: str, arguments: Any) -> DeferredCall:
+        """The call that a captured step is about to make."""
+        modes: list[Callable[[], AbstractContextManager[Any]]] = [
+            partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
+            for kind in ("cuda", "cpu")
+            if torch.is_autocast_enabled(kind)
+        ]
+        modes.append(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        given = [leaf.detach() for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        return cls(name, metric, method, map_leaves(arguments, _copied), modes, given)
+
+    def step_ended(self) -> None:
+        """Find the arguments that the step has written into since the call."""
+        versions = [tensor._version for tensor in self.given]
+        pairs = enumerate(zip(self._versions, versions, strict=True))
+        self._rewritten = [index for index, (before, after) in pairs if before != after]
 
     def make(self, copies: list[Tensor]) -> list[Any]:
         """Make the call on copies, which the metric may keep; return the leaves of its result."""
         args, kwargs = map_leaves(self.arguments, copied_leaf)
-        return tree_leaves(getattr(self.metric, self.method)(*args, **kwargs))
+        with ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode())
+            results = tree_leaves(getattr(self.metric, self.method)(*args, **kwargs))
+        if self._rewritten:  # the metric may have kept a reference, and sees what the step wrote
+            kept = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            for index in self._rewritten:
+                kept[index].copy_(self.given[index])
+        return results
 
     def tensors(self) -> dict[str, Tensor]:
         leaves = [leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
@@ -261,6 +304,10 @@ def called_later(call: DeferredCall) -> Any:
             )
     index = iter(range(len(tree_leaves(last))))
     return tree_map(lambda _: Later.of(call, next(index)), last)
+
+
+def _copied(leaf: Any) -> Any:
+    return copied_leaf(leaf.detach()) if isinstance(leaf, Tensor) else value_of(leaf)
 
 
 def _unflattened(structure: Any, leaves: list[Tensor]) -> Any:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_cudagraph.compat.attributes import setting
@@ -36,6 +37,10 @@ class MetricChoice:
         self._calls: Counter[int] = Counter()
         self._updates: dict[int, tuple[MetricCollection, int]] = {}
         self._unsupported: dict[int, str] = {}
+        # Calls that draw random numbers, with the generators' states before and after.
+        self._draws: list[tuple[int, Tensor, Tensor]] = []
+        # Metrics that draw before other draws of the step: after the replay they would get others.
+        self.draw_early: set[int] = set()
         self.refused: dict[int, str] = {}
         self.in_graph: dict[int, tuple[str, Metric]] = {}
         self._inside = False
@@ -49,6 +54,7 @@ class MetricChoice:
             return
         self._calls.clear()
         self._updates.clear()
+        self._draws.clear()
         inner = {id(part): part for _, metric in found for _, part in metrics_of(metric)}
         self.tried = {key: tried for key, tried in self.tried.items() if key[0] in inner}
         self._unsupported = {
@@ -72,8 +78,8 @@ class MetricChoice:
             if isinstance(metric, MetricCollection):
                 if calls_members(metric, method):
                     if method == "update":
-                        before = self._updates.get(id(metric), (metric, 0))[1]
-                        self._updates[id(metric)] = (metric, before + 1)
+                        updates = self._updates.get(id(metric), (metric, 0))[1]
+                        self._updates[id(metric)] = (metric, updates + 1)
                     return plain(*args, **kwargs)
                 self._unsupported |= {
                     id(inner): f"`{name}` is called as a whole" for _, inner in metrics_of(metric)
@@ -85,12 +91,24 @@ class MetricChoice:
                 if reason is not None:
                     self._unsupported.setdefault(id(metric), reason)
                 self.tried[id(metric), method] = (name, metric, reason)
+            before = self._trials.rng_state()
             with setting(self, _inside=True):
-                return plain(*args, **kwargs)
+                result = plain(*args, **kwargs)
+            after = self._trials.rng_state()
+            if not torch.equal(before, after):
+                self._draws.append((id(metric), before, after))
+            return result
 
         return called
 
     def _decide(self) -> None:
+        self.draw_early = set()
+        end = self._trials.rng_state()
+        for ident, before, after in reversed(self._draws):
+            if torch.equal(after, end):
+                end = before
+            else:
+                self.draw_early.add(ident)
         refused = dict(self._unsupported)
         for collection, updates in self._updates.values():
             for leader, *followers in collection._groups.values():

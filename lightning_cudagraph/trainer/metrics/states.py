@@ -24,9 +24,9 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.errors import Location
-from lightning_cudagraph.tensors.batch import map_leaves, refuse_hidden_tensors
-from lightning_cudagraph.tensors.host_values import value_of
+from lightning_cudagraph.tensors.batch import refuse_hidden_tensors
 from lightning_cudagraph.tensors.state import StaticState
+from lightning_cudagraph.tensors.writes import storage_id
 from lightning_cudagraph.trainer.metrics.calls import (
     CALL_STATE,
     KEEP_SUMS,
@@ -103,12 +103,19 @@ class StepMetrics:
         known = {id(inner): inner for _, metric in found for _, inner in metrics_of(metric)}
         self._undo = [(vars(m), _host_part(m)) for m in (*known.values(), *_collections(found))]
         self._reads, self._deferred = MetricReads(), {}
+        deferred: list[DeferredCall] = []
+
+        def noted(call: MetricCall) -> None:
+            if isinstance(call, DeferredCall):
+                deferred.append(call)
+            note(call)
+
         with ExitStack() as stack:
             stack.callback(self.undo)
             stack.enter_context(known_only({*known}))
             for name, metric in found:
                 for method in ("forward", "update"):
-                    replaced(stack, metric, method, self._recorded(name, metric, method, note))
+                    replaced(stack, metric, method, self._recorded(name, metric, method, noted))
                 for method in ("compute", "reset"):
                     replaced(stack, metric, method, self._refusing(name, metric, method))
                 if isinstance(metric, MetricCollection):
@@ -116,6 +123,8 @@ class StepMetrics:
             if found:
                 stack.enter_context(metric_reads(self._read))
             yield
+            for call in deferred:
+                call.step_ended()
 
     def tell_reads(self, mentioned: MentionedNames) -> None:
         """Guard the attributes, read in the capture, of metrics that are not in the graph."""
@@ -192,9 +201,29 @@ class StepMetrics:
         self._deferred |= dict.fromkeys(members, name)
         refused = self._choice.refused
         self._on_host[name] = next((refused[m] for m in members if m in refused), _UNKNOWN)
-        call = DeferredCall(name, metric, method, map_leaves(arguments, _detached))
+        if members & self._choice.draw_early:
+            forbid(
+                f"a draw of random numbers by the metric `{name}`, which is called after the replay,"
+                " before other draws of the step",
+                "Call it in `on_train_batch_end`, or at the end of the step.",
+                user_location(),
+            )
+        keeps = any(isinstance(default, list) for m in inside for default in m._defaults.values())
+        call = DeferredCall.of(name, metric, method, arguments)
+        if keeps and self._outlive(call.given):
+            forbid(
+                f"a call of the metric `{name}` with a parameter or a buffer: it keeps a reference, and"
+                " later steps change that",
+                "Give it a copy: `.clone()`.",
+                user_location(),
+            )
         note(call)
         return called_later(call) if method == "forward" else None
+
+    def _outlive(self, tensors: list[Tensor]) -> bool:
+        """True if tensors are in the memory of parameters or buffers of the model."""
+        own = {storage_id(each) for each in (*self._model.parameters(), *self._model.buffers())}
+        return any(storage_id(tensor) in own for tensor in tensors)
 
     def _read(self, metric: Metric, name: str, where: Location | None) -> None:
         """Handle a read of a metric's attribute by user code outside of the metric."""
@@ -257,7 +286,3 @@ def _host_part(module: nn.Module) -> dict[str, Any]:
     """The attributes of a metric or collection that a call may change, with their values."""
     names = (*CALL_STATE, *module._defaults) if isinstance(module, Metric) else ("_state_is_copy",)
     return {name: vars(module)[name] for name in names if name in vars(module)}
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else value_of(leaf)

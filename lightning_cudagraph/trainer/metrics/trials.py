@@ -96,6 +96,10 @@ class MetricTrials:
                 self._backend.set_rng_state(rng_state)
         return "it draws random numbers" if draws else None
 
+    def rng_state(self) -> Tensor:
+        """The states of the device's generators, in host memory."""
+        return self._backend.rng_state()
+
     def _at_sight(self, metric: Metric, method: str) -> str | None:
         if any(True for _ in metric.parameters()):
             return "it holds a network"
