@@ -99,7 +99,7 @@ def _doctor(args: list[str]) -> int:
             report = (next(ours, None) or CUDAGraphCallback()).check(module, data, trainer)
     except Exception as error:
         # Python would end with status 1, which says that the step was examined.
-        where = location_of(error)
+        where: object = location_of(error)
         if isinstance(error, ArgumentError):
             where, remedy = f"the arguments `{' '.join(args)}`", _OF_CONFIG
         print("\n".join(_lines_of(error, where, remedy)), file=sys.stderr)
