@@ -444,6 +444,12 @@ class BreaksALoop(Reads):
             x = x / 2
 
 
+class CallsItself(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        if x.abs().max() > 1:  # BAD
+            self.read(x / 2, y)
+
+
 class Dropout(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         nn.functional.dropout(x, x.sum().sigmoid())  # BAD
@@ -771,14 +777,15 @@ REMEDIES: dict[type[Net], str] = {
     IndexOfUpdate: WRITE,
     Best: BEST,
     BestOf: BEST,
-    Loop: "Loop as often as is needed at most.*docs/recipes/early_exit.md",
+    Loop: "Loop as often as is needed at most.*docs/recipes/loops_that_end.md",
     Choice: "Compute both, and choose with `torch.where`",
     Kept: "Return the tensor from the step.*`on_train_batch_end`",
     Counted: "Count with a fixed size: `F.one_hot",
     DecidesOnAStep: "with one `GraphedStep` each.*docs/recipes/parts.md",
     BreaksBeforeSteps: "A replay takes all steps of the loop.*docs/recipes/nan_checks.md",
     BreaksSteps: "A replay takes all steps of the loop.*docs/recipes/nan_checks.md",
-    BreaksALoop: "Loop as often as is needed at most.*docs/recipes/early_exit.md",
+    BreaksALoop: "Loop as often as is needed at most.*docs/recipes/loops_that_end.md",
+    CallsItself: "Loop as often as is needed at most.*docs/recipes/loops_that_end.md",
     Dropout: "`x * (torch.rand_like(x) >= p) / (1 - p)`",
     LengthOfEach: MASK,
     MaskAsked: "Always pass the mask.*docs/recipes/attention_masks.md",

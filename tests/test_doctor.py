@@ -19,6 +19,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -901,6 +902,38 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert {finding["file"] for finding in told["findings"]} == {str(HERE)}
 
 
+def make_by_own_cli() -> Any:
+    cli = LightningCLI(
+        Kept,
+        Loaders,
+        args=["--trainer.accelerator=cpu", "--trainer.logger=false"],
+        run=False,
+        save_config_callback=None,
+    )
+    return cli.model, cli.datamodule, cli.trainer
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_a_config_that_names_no_classes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the user's own LightningCLI: the error says what to do, and that works."""
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {width: 16}\n")
+    monkeypatch.setattr("sys.argv", ["lightning-cudagraph", "doctor", "some:thing"])
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--config", str(config)])
+    assert ended.value.code == 2
+    what, where, remedy = capsys.readouterr().err.splitlines()[-3:]
+    assert "'width' is not accepted" in what
+    assert where == f"  found at the arguments `--config {config}`"
+    assert "`LightningCLI(Model, Data)`" in remedy
+    assert "docs/doctor.md" in remedy
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "tests.test_doctor:make_by_own_cli"])
+    assert ended.value.code == 0, capsys.readouterr().out
+
+
 def test_the_page(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1043,9 +1076,25 @@ def test_batches_that_vary_too_much_are_told(accelerator: str) -> None:
         make(ReadsAName), DataLoader(batches, batch_size=None), _trainer(accelerator)
     )
     assert not report.is_captured
-    (note,) = [note for note in report.notes if note.startswith("nothing was captured: ")]
-    assert "`batch[2]`" in note
-    assert "or pass a tensor" in note
+    (finding,) = report.findings
+    assert finding.what.startswith("In 24 steps nothing was captured: 5 different batch signatures")
+    assert "`batch[2]`" in finding.what
+    assert "or pass a tensor" in finding.remedy
+    assert "not captured, for 1 reason\n" in str(report)
+
+
+def test_batches_that_vary_at_first_are_no_finding(accelerator: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(8, 12, generator=generator), torch.arange(8) % 4, "n" * (1 + min(i, 6)))
+        for i in range(24)
+    ]
+    report = CUDAGraphCallback().check(
+        make(ReadsAName), DataLoader(batches, batch_size=None), _trainer(accelerator)
+    )
+    assert report.is_captured, report
+    assert report.findings == ()
+    assert "nothing was captured" not in str(report)
 
 
 class SetsAndEnds(Net):

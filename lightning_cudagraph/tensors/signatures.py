@@ -30,6 +30,19 @@ def make_room(known: dict[K, V], is_idle: Callable[[V], bool] = lambda value: Tr
     return forgotten
 
 
+class NotCaptured(str):
+    """The reason why nothing is captured, and a remedy, in words."""
+
+    what = ""
+    remedy = ""
+
+    @classmethod
+    def of(cls, what: str, remedy: str) -> NotCaptured:
+        made = cls(f"{what}. {remedy}")
+        made.what, made.remedy = what, f"{remedy}."
+        return made
+
+
 class Signatures:
     """The signatures that have graphs, in all engines of a run, and those that came before any had."""
 
@@ -69,16 +82,17 @@ class Signatures:
             more = f"more than {self._max_captured} {wording.signatures}, the last"
         return f"{more}: {wording.of(latest.difference(signature))}"
 
-    def begin(self, signature: Signature) -> str:
+    def begin(self, signature: Signature) -> NotCaptured:
         """Note that a signature begins its warm-up; return why nothing is captured, or nothing."""
         if self._captured or signature in self._before:
-            return ""
+            return NotCaptured()
         if len(self._before) < _MANY:
             self._before[signature] = None
-            return ""
+            return NotCaptured()
         first = next(iter(self._before))
         difference = self._wording.of(first.difference(signature))
-        return (
+        return NotCaptured.of(
             f"{_MANY} different {self._wording.signatures} and none came up more than"
-            f" {self._warmup_steps} times: {difference}. {first.remedy(signature)}"
+            f" {self._warmup_steps} times: {difference}",
+            first.remedy(signature),
         )

@@ -28,6 +28,7 @@ from lightning_cudagraph.device.refusals.takers import (
     has_window,
     instead_of,
     of_item,
+    recurs,
     takers,
 )
 from lightning_cudagraph.errors import Location, see
@@ -290,10 +291,11 @@ _USES = (
     _Use(
         "",
         lambda call, where: (
-            where.source.startswith("while ") or (call.name == "__bool__" and _breaks(where))
+            where.source.startswith("while ")
+            or (call.name == "__bool__" and (_breaks(where) or recurs(where)))
         ),
         "Loop as often as is needed at most, and keep what has ended, `x = torch.where(ended, x, new)`."
-        + see("early_exit"),
+        + see("loops_that_end"),
     ),
     _Use(
         "",

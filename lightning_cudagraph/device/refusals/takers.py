@@ -65,7 +65,7 @@ _INSTEAD = {
     " `x.index_select(1, (torch.arange(size, device=x.device) - shift) % size)`."
     + see("indices_and_lengths"),
     "range": "Loop as often as is needed at most, and leave out what is beyond,"
-    " `x = torch.where(i < n, new, x)`." + see("early_exit"),
+    " `x = torch.where(i < n, new, x)`." + see("loops_that_end"),
     START: "Keep the full length, and choose by a mask: `at = torch.arange(len(x), device=x.device)`,"
     " `inside = (at >= start) & (at < stop)`, and `torch.where(inside, new, x)`, with tensors as `start`"
     " and `stop`; of two dimensions, `rows[:, None] & columns`." + see("indices_and_lengths"),
@@ -179,6 +179,18 @@ def branch(where: Location) -> str:
     further = (node for by, node in _takers(where) if by == BRANCH and node in branches)
     found = next(iter(of_line or further), None)
     return "" if found is None else _kind_of(found, parents)
+
+
+def recurs(where: Location) -> bool:
+    """True for a line of a function that calls itself."""
+    parents = _parents_in(where)
+    around = (each for each in parents if isinstance(each, ast.FunctionDef) and _is_on(each, where.line))
+    function = max(around, key=lambda each: each.lineno, default=None)
+    if function is None:
+        return False
+    itself = f"self.{function.name}" if isinstance(parents[function], ast.ClassDef) else function.name
+    calls = (each for each in ast.walk(function) if isinstance(each, ast.Call))
+    return any(ast.unparse(each.func) == itself for each in calls)
 
 
 def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:

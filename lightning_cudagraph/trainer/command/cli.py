@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from argparse import ArgumentError
 from contextlib import redirect_stdout
 from importlib import import_module
 from typing import Any
@@ -26,6 +27,11 @@ _CLI_REQUIREMENT = RequirementCache("jsonargparse[signatures]>=4.39")
 _Made = tuple[Any, Any, Any]
 _DOCTOR = "doctor"
 _JSON = "--json"
+_OF_CONFIG = (
+    "Mend them; a config names each class by its `class_path`. For that of your own `LightningCLI(Model,"
+    " Data)`, which names none, give the doctor a function: `lightning-cudagraph doctor my_script:make`."
+    " See docs/doctor.md."
+)
 _USAGE = """usage: lightning-cudagraph doctor [--json] --config FILE ...
        lightning-cudagraph doctor [--json] MODULE:FUNCTION
 
@@ -93,7 +99,10 @@ def _doctor(args: list[str]) -> int:
             report = (next(ours, None) or CUDAGraphCallback()).check(module, data, trainer)
     except Exception as error:
         # Python would end with status 1, which says that the step was examined.
-        print("\n".join(_lines_of(error, remedy)), file=sys.stderr)
+        where: object = location_of(error)
+        if isinstance(error, ArgumentError):
+            where, remedy = f"the arguments `{' '.join(args)}`", _OF_CONFIG
+        print("\n".join(_lines_of(error, where, remedy)), file=sys.stderr)
         if shows_all_frames():
             traceback.print_exc()
         return 2
@@ -101,10 +110,9 @@ def _doctor(args: list[str]) -> int:
     return 0 if report.is_captured else 1
 
 
-def _lines_of(error: Exception, remedy: str) -> list[str]:
+def _lines_of(error: Exception, where: object, remedy: str) -> list[str]:
     """An error of the user's code: what, where, and what to do."""
     what = f"{type(error).__name__}: {error}"
-    where = location_of(error)
     return [
         f"The step could not be examined. {' '.join(what.split())}",
         f"  found at {where or 'no line of yours'}",
@@ -116,13 +124,19 @@ def _of_config(args: list[str]) -> _Made:
     _require_cli()
     # LightningCLI warns of arguments that are passed to it besides these.
     with setting(sys, argv=[sys.argv[0], *args]):
-        cli = LightningCLI(run=False, save_config_callback=None, seed_everything_default=1)
+        cli = LightningCLI(
+            run=False,
+            save_config_callback=None,
+            seed_everything_default=1,
+            parser_kwargs={"exit_on_error": False},
+        )
     return cli.model, cli.datamodule, cli.trainer
 
 
 def _of_function(name: str) -> _Made:
     path, _, function = name.partition(":")
-    made: Any = getattr(import_module(path.removesuffix(".py").replace("/", ".")), function)()
+    with setting(sys, argv=sys.argv[:1]):  # a LightningCLI of the user warns of others than its own
+        made: Any = getattr(import_module(path.removesuffix(".py").replace("/", ".")), function)()
     module, data, trainer = (*(made if isinstance(made, tuple) else (made,)), None, None)[:3]
     if not isinstance(module, pl.LightningModule):
         raise TypeError(

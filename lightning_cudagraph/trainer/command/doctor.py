@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import Finding, UnsupportedError, together
+from lightning_cudagraph.tensors.signatures import NotCaptured
 from lightning_cudagraph.timing.output.stages import AFTER_PAUSES
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
@@ -198,8 +199,8 @@ def _report(
             told = f"{reasons[0]}. {remedy}" if remedy else reasons[0]
             stale.append(f"the graph was captured again{times}, because {told}")
     eager = [f"{steps} step(s) ran eagerly: {reason}" for reason, steps in fit.eager.items()]
-    if fit.not_captured:
-        eager = [f"nothing was captured: {fit.not_captured}"]
+    if isinstance(why := fit.not_captured, NotCaptured) and not fit.captures:
+        found += (Finding(f"In {_STEPS} steps nothing was captured: {why.what}.", why.remedy),)
     return DiagnosisReport(
         step=f"{type(module).__qualname__}.training_step",
         backend=summary.backend,
