@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,30 @@ class Wraps(O.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         return self.inner.step(closure)
+
+
+class SharesGroups(O.Optimizer):
+    """Steps one of torch's own, with its param groups and state; the base class has not begun it."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = O.RAdam([*params], lr=1e-2)
+        self.defaults, self.state = self.inner.defaults, self.inner.state
+        self.param_groups = self.inner.param_groups
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.steps += 1
+        if self.steps % 3 == 0:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.mul_(0.99)
+        return loss
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
 
 
 class FusedAndDecayed(O.AdamW):

@@ -30,6 +30,7 @@ from tests.optimizers import (
     MultipliesByTheRealPart,
     Own,
     ReadsBack,
+    SharesGroups,
     TakesARoot,
     TakesARootByNumPy,
     TakesARootInABranch,
@@ -78,6 +79,7 @@ BEHIND: dict[str, tuple[Callable[[Any], O.Optimizer], Any, str]] = {
     ),
     "branches on a root": (TakesARootInABranch, cosine, "gives `math.sqrt` a number"),
     "takes a root by NumPy": (TakesARootByNumPy, cosine, "converts a number that it computes"),
+    "shares groups": (SharesGroups, None, "`SharesGroups` takes no hooks on its state"),
     "wraps": (Wraps, None, r"keeps a `torch.optim.sgd.SGD` with param groups of its own"),
     "options of NumPy's": (
         lambda p: O.AdamW(p, betas=(np.float64(0.9), np.float64(0.99))),
