@@ -131,7 +131,7 @@ def test_a_folder_has_a_dozen_names() -> None:
 
 
 def _arguments_of(cls: ast.ClassDef) -> list[str]:
-    """What the constructor takes; of a dataclass, what its own fields need without a default."""
+    """Arguments of a constructor; of a dataclass, its own fields without a default."""
     for node in cls.body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             return [arg.arg for arg in (*node.args.args[1:], *node.args.kwonlyargs)]
@@ -142,7 +142,7 @@ def _arguments_of(cls: ast.ClassDef) -> list[str]:
 
 
 def test_constructors_take_few_arguments() -> None:
-    """What belongs to one run, or to one engine, is one object (`capture/context.py`)."""
+    """The state of a run, and that of an engine, is one object each (`capture/context.py`)."""
     public = vars(lightning_cudagraph)
     classes = [node for path in FILES for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
     taken = {cls.name: _arguments_of(cls) for cls in classes if cls.name not in public}

@@ -23,6 +23,7 @@ from lightning_cudagraph.optim.host_program import HostProgram, HostScalar
 from lightning_cudagraph.optim.optimizers import PreparedOptimizer
 from lightning_cudagraph.optim.outcomes import Outcomes
 from lightning_cudagraph.optim.scalar_ops import _BY_NUMBER, is_gated_write, with_tensors
+from lightning_cudagraph.optim.traced import Stage
 from tests.harness import differences
 from tests.optimizer_runs import BEHIND, CELLS, FORMS, PLAIN_FAILS, SAME, STEPS, Run, outcome, replayed
 
@@ -32,6 +33,16 @@ O = torch.optim  # noqa: E741
 @pytest.fixture
 def device(accelerator: str) -> torch.device:
     return torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu")
+
+
+def test_numbers_are_copied_if_they_have_changed(device: torch.device) -> None:
+    stage = Stage(device, 2)
+    stage.fill([(0.0, 2.0, 3.0)])
+    stage.numbers.fill_(7.0)
+    stage.fill([(0.0, 2.0, 3.0)])
+    assert stage.numbers.tolist() == [[7.0] * 3] * 2
+    stage.fill([(-0.0, 2.0, 3.0)])
+    assert str(stage.numbers[0].tolist()) == "[-0.0, 2.0, 3.0]"
 
 
 @pytest.mark.spread(9)

@@ -28,11 +28,11 @@ from lightning_cudagraph.tensors.batch import (
 from lightning_cudagraph.tensors.host_values import HostReads, held, is_host_value
 from lightning_cudagraph.tensors.layouts import alignment_bytes
 
-# A path, what counts of its value in words, and the type and a form of it.
 _INSTEAD_OF_VALUES = (
     "What the step reads of numbers and texts has a graph for each value: let there be few, or pass a"
     " tensor (of float64 for the bits of a Python number)."
 )
+# A path, what counts of its value in words, and the type and a form of it.
 _Counted = tuple[str, str, tuple[Any, ...]]
 
 

@@ -74,16 +74,18 @@ class CapturedRuns:
         training: Training | None = None
         refused: UnsupportedError | None = None
         try:
-            is_parts = settings.scope == "modules"
-            has_parts = is_parts or (bool(settings.modules) and not settings.is_examined)
-            check_run(trainer, module, is_whole=not has_parts)
+            is_modules = settings.scope == "modules"
+            has_modules = is_modules or (bool(settings.modules) and not settings.is_examined)
+            check_run(trainer, module, is_whole=not has_modules)
             if processes.agreement is not None:
                 check_nccl(trainer.strategy.root_device)
             if asked["evaluation"] and settings.raise_unsupported:
                 check_where_evaluated(trainer)  # raise now, not after the first epoch
             backend = self.backend(trainer, asked["backend"])
-            parts = ModulesTraining(trainer, module, backend, settings) if has_parts else None
-            training = parts if is_parts else self._widest(trainer, module, backend, settings, parts)
+            modules = ModulesTraining(trainer, module, backend, settings) if has_modules else None
+            training = (
+                modules if is_modules else self._widest(trainer, module, backend, settings, modules)
+            )
         except UnsupportedError as error:
             refused = error
         try:
@@ -106,10 +108,10 @@ class CapturedRuns:
         module: pl.LightningModule,
         backend: Backend,
         settings: Settings,
-        parts: ModulesTraining | None,
+        modules: ModulesTraining | None,
     ) -> Training:
-        """Begin with whole steps, or with `parts` if the run shows that these cannot be captured."""
-        if parts is None:
+        """Begin with whole steps, or with `modules` if the run shows that these cannot be captured."""
+        if modules is None:
             return self._whole(trainer, module, backend, settings)
         if trainer.world_size > 1:
             raise UnsupportedError(
@@ -117,13 +119,13 @@ class CapturedRuns:
                 " begin with another step.",
                 'Pass `scope="modules"`, or leave `modules` out.',
             )
-        fallback = self._fallback = Fallback(trainer, parts, self._begin)
+        fallback = self._fallback = Fallback(trainer, modules, self._begin)
         try:
             check_run(trainer, module)
             whole = self._whole(trainer, module, backend, settings, fallback.narrow)
         except UnsupportedError as error:
-            parts.replace(StepCounts(), error)
-            return parts
+            modules.replace(StepCounts(), error)
+            return modules
         fallback.watch(whole)
         return whole
 

@@ -19,9 +19,9 @@ class Fallback:
     """Modules that are captured instead of whole steps, from the batch after their refusal on."""
 
     def __init__(
-        self, trainer: pl.Trainer, parts: ModulesTraining, begin: Callable[[ModulesTraining], None]
+        self, trainer: pl.Trainer, modules: ModulesTraining, begin: Callable[[ModulesTraining], None]
     ) -> None:
-        self._loop, self._parts, self._begin = trainer.fit_loop.epoch_loop, parts, begin
+        self._loop, self._modules, self._begin = trainer.fit_loop.epoch_loop, modules, begin
         self._patches = ExitStack()
         self._error: UnsupportedError | None = None
 
@@ -45,9 +45,9 @@ class Fallback:
         optimizer = whole.optimizer_is_eager if isinstance(whole, GraphedTraining) else ""
         whole.close()
         self.close()
-        self._parts.install()
-        self._parts.replace(whole.counts, error, optimizer)
-        self._begin(self._parts)
+        self._modules.install()
+        self._modules.replace(whole.counts, error, optimizer)
+        self._begin(self._modules)
 
     def close(self) -> None:
         """Undo the patch; called after that of whole steps is undone."""

@@ -53,15 +53,15 @@ class ModulesTraining:
                 f"Modules are not captured by themselves with `{name}`: weights are sharded.",
                 'Pass `scope="auto"`.',
             )
-        for part in modules.values():
-            refuse_unsupported_modules(part)
-            refuse_replaced_methods(part, None, settings.harmless, "forward")
+        for each in modules.values():
+            refuse_unsupported_modules(each)
+            refuse_replaced_methods(each, None, settings.harmless, "forward")
         self._trainer = trainer
         self._refused: list[str] = []
         self._patches = ExitStack()
         announce = lambda text: rank_zero_info(f"lightning_cudagraph: {text}")  # noqa: E731
         self._run = ModulesRun(trainer, backend, settings, announce)
-        self._parts = [CapturedModule(self._run, name, part) for name, part in modules.items()]
+        self._captured = [CapturedModule(self._run, name, each) for name, each in modules.items()]
         self._modules = [*modules.values()]
 
     def replace(self, counts: StepCounts, error: UnsupportedError, optimizer: str = "") -> None:
@@ -97,13 +97,13 @@ class ModulesTraining:
             patch_method(
                 owner, "run", partial(self._optimization, Original(owner, "run")), self._patches
             )
-        for part, module in zip(self._parts, self._modules, strict=True):
-            patch_method(module, "forward", part, self._patches)
+        for captured, module in zip(self._captured, self._modules, strict=True):
+            patch_method(module, "forward", captured, self._patches)
 
     def _optimization(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the step of a batch on the side stream, where modules are captured."""
-        for part in self._parts:
-            part.sweep()
+        for captured in self._captured:
+            captured.sweep()
         self._run.step += 1
         before = self._counted()
         with setting(self._run.on, value=True), self._run.backend.on_side_stream():
@@ -112,14 +112,16 @@ class ModulesTraining:
         return done
 
     def _counted(self) -> list[tuple[int, int, dict[str, int]]]:
-        return [(part.warmed_up, part.replayed, dict(part.eager)) for part in self._parts]
+        return [
+            (captured.warmed_up, captured.replayed, dict(captured.eager)) for captured in self._captured
+        ]
 
     def _count(self, before: list[tuple[int, int, dict[str, int]]]) -> None:
         """Count a step by the calls in it: one that is not a replay counts for all."""
         counts, now = self._run.counts, self._counted()
-        for part, (_, _, was), (_, _, found) in zip(self._parts, before, now, strict=True):
+        for captured, (_, _, was), (_, _, found) in zip(self._captured, before, now, strict=True):
             if reason := next((why for why in found if found[why] > was.get(why, 0)), None):
-                counts.note_eager(f"a call of `{part.name}`: {reason}")
+                counts.note_eager(f"a call of `{captured.name}`: {reason}")
                 return
         if any(was[0] < found[0] for was, found in zip(before, now, strict=True)):
             counts.warmed_up += 1
@@ -131,8 +133,8 @@ class ModulesTraining:
     def suspect(self) -> None:
         """Compare everything before the next replay: code other than training steps has run."""
         self._run.verifier.pause()
-        for part in self._parts:
-            part.suspect()
+        for captured in self._captured:
+            captured.suspect()
 
     def leave(self) -> None:
         """Do nothing: graphs of evaluation share no memory with these."""
@@ -141,8 +143,8 @@ class ModulesTraining:
         self, summary: RunSummary, notes: Sequence[str] = (), exception: BaseException | None = None
     ) -> RunSummary:
         """Complete the summary of the run."""
-        said = [f"captured are modules, and the rest of a step is eager. {self._parts[0].note}"]
-        said += [part.note for part in self._parts[1:]]
+        said = [f"captured are modules, and the rest of a step is eager. {self._captured[0].note}"]
+        said += [captured.note for captured in self._captured[1:]]
         said += self._refused
         if self._run.settings.timings is not None:
             said.append('layers are not timed with `scope="modules"`')
@@ -153,8 +155,8 @@ class ModulesTraining:
     def close(self) -> None:
         """Undo all patches, and release the graphs and their memory."""
         with ExitStack() as stack:
-            for part in self._parts:
-                stack.callback(part.close)
+            for captured in self._captured:
+                stack.callback(captured.close)
             stack.callback(self._patches.close)
 
 
