@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.run import backend_for
@@ -227,7 +228,7 @@ def replayed(run: Run, backend: Backend) -> tuple[list[Any], int]:
                         graph, _ = backend.capture(captured)
                 frozen = prepared.frozen_values()
                 captures += 1
-            with prepared.outcomes.late(True):
+            with setting(prepared.outcomes, may_be_late=True):
                 graph.replay()
         run.note()
     if graph is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
@@ -46,6 +47,7 @@ class PreparedGroup:
         self._inside: dict[str, Any] = {}  # their replacements
         self._calls = 0
         self._seen = dict(self._parts())
+        self._latest = self._values()
         self._moved_at: dict[_Part, int] = {}
         self._moving: set[_Part] = set()
 
@@ -61,6 +63,9 @@ class PreparedGroup:
             elif type(value) is tuple:
                 yield from (((name, index), each) for index, each in enumerate(value))
 
+    def _values(self) -> list[Any]:
+        return [*map(self.group.get, self._names)]
+
     def note_moves(self) -> None:
         """Find out which options a scheduler moves in every step, as `OneCycleLR` does with momentum."""
         self._calls += 1
@@ -68,6 +73,9 @@ class PreparedGroup:
 
     def _note_moves(self) -> None:
         if self._form.inspected or self._alone:
+            return
+        latest, self._latest = self._latest, self._values()
+        if all(map(operator.is_, self._latest, latest)):  # nobody has set any of them
             return
         for part, value in self._parts():
             if self._seen.get(part) != value:

@@ -96,7 +96,7 @@ class EagerOptimizer:
 
     def learning_rates(self) -> tuple[Any, ...]:
         """The learning rates, which user code in a captured step can read too."""
-        return tuple(group["lr"] for group in self.optimizer.param_groups)
+        return tuple([group["lr"] for group in self.optimizer.param_groups])
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state tensors that a captured step changes, by name."""

@@ -8,8 +8,7 @@ one, and the device has one to do meanwhile. Counters in host memory are right a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -56,22 +55,17 @@ class _ReplayedStep:
 
 
 class Outcomes:
-    """The steps of one optimizer with an outcome that the host does not know yet: two at most."""
+    """The steps of one optimizer with an outcome that the host does not know yet: two at most.
+
+    Attributes:
+        may_be_late: nothing reads the state until `settle`, so that a replay need not be waited for.
+    """
 
     def __init__(self, write: Callable[[State], None]) -> None:
         self._write = write
         self._open: list[_ReplayedStep] = []
-        self._may_be_late = False
+        self.may_be_late = False
         self.waited_s = 0.0
-
-    @contextmanager
-    def late(self, may_be: bool) -> Iterator[None]:
-        """Do not wait for the replays in the `with` block, if nothing reads the state until `settle`."""
-        self._may_be_late = may_be
-        try:
-            yield
-        finally:
-            self._may_be_late = False
 
     def possible(self) -> list[State]:
         """The states that a step may begin with, as changes of what is in host memory: one or two."""
@@ -87,7 +81,7 @@ class Outcomes:
             ends: for each of `possible`, the state that the step ends in if it is done.
         """
         self._open.append(_ReplayedStep(Flag(skipped), ends))
-        if not self._may_be_late:
+        if not self.may_be_late:
             self.settle()
 
     def settle(self) -> None:

@@ -97,4 +97,5 @@ class StepGradients:
 
     def _are_in_place(self) -> bool:
         """True if all gradients that the step adds to are at the addresses in the graph."""
-        return not self._added_layouts.changed([p.grad for p, _ in self.accumulated])
+        added = self.accumulated
+        return not added or not self._added_layouts.changed([p.grad for p, _ in added])

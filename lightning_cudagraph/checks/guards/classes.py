@@ -53,7 +53,7 @@ class _Own(Versions):
         super().__init__([*map(vars, owners)], [*map(_methods_of, map(type, owners))])
 
     def _content(self, index: int) -> tuple[list[Any], list[Any]]:
-        held, names = self._dicts[index], self._names[index]
+        held, names = self.dicts[index], self._names[index]
         assert isinstance(names, frozenset)
         # In C, because some of these dictionaries are written to in every step.
         if names.isdisjoint(held):
@@ -78,6 +78,10 @@ class Classes:
 
     Args:
         owners: those whose own methods are compared too.
+
+    Attributes:
+        versions: the dictionaries of the classes.
+        own: the methods that the owners have of their own.
     """
 
     def __init__(self, objects: Iterable[object], owners: Iterable[object] = ()) -> None:
@@ -92,22 +96,25 @@ class Classes:
             for base in bases
             if base.__flags__ & _IS_HEAP_TYPE and not base.__flags__ & _IS_IMMUTABLE
         ]
-        self._dicts = Versions(dict_behind(vars(base)) for base in self._bases)
+        self.versions = Versions(dict_behind(vars(base)) for base in self._bases)
         self._functions = [*map(_functions_of, self._bases)]
-        self._own = _Own(self._owners)
+        self.own = _Own(self._owners)
+
+    def are_others(self) -> bool:
+        """True if an object has another class, or a class other bases."""
+        are_same = all(map(operator.is_, map(type, self._objects), self._types))
+        return not are_same or [*map(_order, self._kinds)] != self._orders
 
     def changed(self) -> bool:
         """True if an object has another class, or another function, of its own or of a class."""
-        if not all(map(operator.is_, map(type, self._objects), self._types)):
+        if self.are_others():
             return True
-        if [*map(_order, self._kinds)] != self._orders:
-            return True
-        if written := self._dicts.changed():
+        if written := self.versions.changed():
             if any(self._replaced_in(index) is not None for index in written):
                 return True
             # No function changed; reads of other attributes are guarded by themselves.
-            self._dicts.remember(written)
-        return bool(self._own.changed())
+            self.versions.remember(written)
+        return bool(self.own.changed())
 
     def _replaced_in(self, index: int) -> str | None:
         return _replaced(self._functions[index], _functions_of(self._bases[index]))
@@ -123,6 +130,6 @@ class Classes:
         for index, base in enumerate(self._bases):
             if (name := self._replaced_in(index)) is not None:
                 return f"`{name}` of the class `{base.__qualname__}` was replaced"
-        for index in self._own.changed():
-            return self._own.in_words(index, self._owners[index])
+        for index in self.own.changed():
+            return self.own.in_words(index, self._owners[index])
         return ""

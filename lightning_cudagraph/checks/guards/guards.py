@@ -28,6 +28,7 @@ from lightning_cudagraph.checks.audit.host_lines import first_line
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.hooks import HookRoots
+from lightning_cudagraph.checks.guards.one_pass import OnePass
 from lightning_cudagraph.checks.guards.structure import TABLES, Structure, described
 from lightning_cudagraph.checks.guards.suspicions import Suspicions
 from lightning_cudagraph.checks.guards.switches import contexts, global_switches
@@ -129,6 +130,7 @@ class Guards:
         self._suspect = False
         self._checked_steps = 0
         self._structure: Structure | None = None
+        self._one_pass: OnePass | None = None
         self._hidden: dict[str, nn.Module] = {}
         self._reads: list[tuple[str, Callable[[], Any], Any]] = []
         self.mentioned: list[MentionedNames] = []
@@ -187,6 +189,7 @@ class Guards:
             self._loose().values(),
             self._external.callees(),
         )
+        self._one_pass = None
         self._cheap = self._values.cheap()
         self._quick = self._quick_now()
         self._contexts = contexts()
@@ -312,7 +315,7 @@ class Guards:
     def drop(self) -> None:
         """Forget the record, when the graph is released."""
         self._cheap = None
-        self._structure = None
+        self._structure = self._one_pass = None
         self._contexts = ()
         self._reads, self._thorough, self._hidden = [], {}, {}
         self._walk, self._unseen = None, []
@@ -334,6 +337,13 @@ class Guards:
             return self._in_words("the settings of the optimizer changed")
         if contexts() != self._contexts:
             return self._in_words("a mode of torch, or hooks on saved tensors, were entered or left")
+        has_new_hooks = self._structure.registered_hooks()
+        one_pass = self._one_pass or OnePass(self._structure, self._walk.quick)
+        is_whole = has_new_hooks or self._suspect or bool(self._unseen or self._reads)
+        if self._one_pass is not None and not is_whole and one_pass.is_same():
+            self._checked_steps = 0
+            return None
+        self._one_pass = None
         if self._structure.changed():
             function = self._structure.classes.in_words()
             return self._in_words(
@@ -361,9 +371,13 @@ class Guards:
                 name = label.strip("`").rpartition(".")[2]
                 change.location = first_line(name, False, self.all_mentioned().users_code)
                 return change
-        if self._structure.registered_hooks() or self._suspect:
+        if has_new_hooks or self._suspect:
             self._suspect = False
-            return _first_difference(self._thorough, self._thorough_state())
+            if difference := _first_difference(self._thorough, self._thorough_state()):
+                return difference
+        if not changes and one_pass.quick is self._walk.quick:
+            one_pass.accept()
+            self._one_pass = one_pass
         return None
 
     def _in_words(self, otherwise: str) -> str:

@@ -17,6 +17,10 @@ class Members:
     """The members of live lists and dictionary views, to compare later: identity, order and number.
 
     Equality is not used: tensors would compute it.
+
+    Attributes:
+        versions: the dictionaries.
+        lists: the rest, and what was empty.
     """
 
     def __init__(self, parts: Iterable[Collection[Any]]) -> None:
@@ -24,14 +28,15 @@ class Members:
         views = [part for part in parts if type(part) is _VIEW]
         held = [each for view in views for each in gc.get_referents(view)]
         # Each once, because one number for each is read before each replay; of an empty one, none.
-        self._dicts = Versions({id(each): each for each in held if each}.values())
+        self.versions = Versions({id(each): each for each in held if each}.values())
         parts = [part for part in parts if type(part) is not _VIEW]
         self._filled = [part for part in parts if len(part)]
         self._empty = [*(part for part in parts if not len(part)), *(each for each in held if not each)]
+        self.lists = [*self._filled, *self._empty]
         self._were = [*chain.from_iterable(self._filled)]
 
     def changed(self) -> bool:
-        if self._dicts.changed():
+        if self.versions.changed():
             return True
         now = chain.from_iterable(self._filled)
         same = sum(map(len, self._filled)) == len(self._were) and all(map(operator.is_, now, self._were))

@@ -57,7 +57,7 @@ class _Tensors:
         buffers = [(table, name) for table in tables for name in table]
         self._held = [(table, name) for table, name in buffers if table[name] is not None]
         self._absent = [(table, name) for table, name in buffers if table[name] is None]
-        self._tables = Versions(tables)
+        self.versions = Versions(tables)
         self._tensors = tensors
         self._now = self._present()
         self._layouts = Layouts(self._now)
@@ -66,11 +66,14 @@ class _Tensors:
         return (*self._tensors, *(table.get(name) for table, name in self._held))
 
     def changed(self) -> bool:
-        if rebound := self._tables.changed():
+        if rebound := self.versions.changed():
             if any(table.get(name) is not None for table, name in self._absent):
                 return True
             self._now = self._present()
-            self._tables.remember(rebound)
+            self.versions.remember(rebound)
+        return self.have_moved()
+
+    def have_moved(self) -> bool:
         return self._layouts.changed(self._now)
 
 
@@ -87,7 +90,7 @@ class _Modes:
     def changed(self) -> bool:
         if not all(map(_training, self._training)) or any(map(_training, self._evaluating)):
             return True
-        return any(module.training != was for module, was in self._odd)
+        return bool(self._odd) and any(module.training != was for module, was in self._odd)
 
 
 def hooks_of(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> list[Any]:
@@ -146,14 +149,28 @@ class Structure:
         callees = [*callees]
         self.classes = Classes([*modules, *one_of_each.values(), *callees], callees)
 
+    @property
+    def versions(self) -> list[Versions]:
+        """All dictionaries that are compared."""
+        classes = self.classes
+        return [self.members.versions, self.tensors.versions, classes.versions, classes.own]
+
     def changed(self) -> bool:
         """True if anything changed, but for hooks that were registered."""
         return (
-            self.modes.changed()
-            or self.members.changed()
+            self.members.changed()
             or self.tensors.changed()
             or self.classes.changed()
-            or any(getattr(p, kind) is not table for p, kind, table in self.hooks)
+            or self.has_moved()
+        )
+
+    def has_moved(self) -> bool:
+        """True if anything changed but for dictionaries and the members of lists."""
+        return (
+            self.modes.changed()
+            or self.tensors.have_moved()
+            or self.classes.are_others()
+            or (bool(self.hooks) and any(getattr(p, kind) is not table for p, kind, table in self.hooks))
         )
 
     def registered_hooks(self) -> bool:

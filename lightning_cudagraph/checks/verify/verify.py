@@ -128,6 +128,8 @@ class Verifier:
     def __post_init__(self) -> None:
         self._histories: WeakKeyDictionary[object, _History] = WeakKeyDictionary()
         self._ran_out = False
+        # A single check is that of the second replay: the first has the batch of the capture.
+        self._end_of_first_replays = self.replays + (self.replays == 1)
         self._pauses = 0
         self._started_s = perf_counter()
         self._longest_s = self._spent_s = 0.0
@@ -162,11 +164,6 @@ class Verifier:
         ):
             return True
         return replay_idx >= history.next_replay and self._is_affordable()
-
-    @property
-    def _end_of_first_replays(self) -> int:
-        # A single check is that of the second replay: the first has the batch of the capture.
-        return self.replays + (self.replays == 1)
 
     def _is_affordable(self) -> bool:
         """True if one more check stays within the budget."""
@@ -383,7 +380,7 @@ class Verifier:
 
     def _rates(self) -> tuple[Any, ...]:
         # The graph itself reads a learning rate that is a tensor; reading it on the host would wait.
-        return tuple(rate for rate in self.rates() if not isinstance(rate, Tensor))
+        return tuple([r for r in self.rates() if type(r) is float or not isinstance(r, Tensor)])
 
     def _copier(self, live: _Values) -> Callable[[Tensor], Tensor] | None:
         """A function that copies to the device, or without room there to the host; None for no room."""

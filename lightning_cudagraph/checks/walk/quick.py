@@ -16,18 +16,25 @@ from lightning_cudagraph.tensors.layouts import Layouts
 
 
 class QuickComparison:
-    """The nodes of a walk, and what of them can have changed."""
+    """The nodes of a walk, and what of them can have changed.
+
+    Attributes:
+        holders: the objects whose referents are compared.
+        ordered: the keys of those that are dictionaries.
+        read: the nodes that can only be read one by one.
+        large: those that are compared in pauses.
+    """
 
     def __init__(self, nodes: list[Node], picked: list[Node], tensors: list[Node]) -> None:
         held = [node for node in nodes if node.holder is not None and not node.is_large]
         of_dicts = [node for node in held if type(node.holder) is dict]
         self.in_dicts = [*of_dicts, *picked]
         self._held = [node for node in held if type(node.holder) is not dict]
-        self._holders = [node.holder for node in self._held]
-        self._ordered: list[Any] = [
-            OrderedDict.keys(h) for h in self._holders if issubclass(type(h), OrderedDict)
+        self.holders = [node.holder for node in self._held]
+        self.ordered: list[Any] = [
+            OrderedDict.keys(h) for h in self.holders if issubclass(type(h), OrderedDict)
         ]
-        self._ordered += [dict.keys(h) for h in self._holders if issubclass(type(h), dict)]
+        self.ordered += [dict.keys(h) for h in self.holders if issubclass(type(h), dict)]
         self.read = [node for node in nodes if node.holder is None and not node.is_large]
         self.large = [node for node in nodes if node.is_large]
         self._tensors = tensors
@@ -41,12 +48,12 @@ class QuickComparison:
     def remember(self) -> None:
         self.dicts.remember(self.dicts.changed())
         self._were = self._referents()
-        counts = [len(gc.get_referents(holder)) for holder in self._holders]
+        counts = [len(gc.get_referents(holder)) for holder in self.holders]
         self._ends = [*accumulate(counts)] or [0]
 
     def _referents(self) -> list[Any]:
         # The garbage collector does not show keys that are strings.
-        return [*gc.get_referents(*self._holders), *chain.from_iterable(self._ordered)]
+        return [*gc.get_referents(*self.holders), *chain.from_iterable(self.ordered)]
 
     def moved(self) -> list[Node]:
         """The nodes that can have changed, without those of dictionaries."""
@@ -57,9 +64,13 @@ class QuickComparison:
         elif not all(map(operator.is_, now, self._were)):
             positions = [i for i, one in enumerate(map(operator.is_, now, self._were)) if not one]
             suspects += self._at(positions)
-        if self._tensors and self._layouts.changed([node.owner for node in self._tensors]):
+        if self.has_moved_tensors():
             suspects += self._tensors
         return suspects
+
+    def has_moved_tensors(self) -> bool:
+        tensors = self._tensors
+        return bool(tensors) and self._layouts.changed([node.owner for node in tensors])
 
     def _at(self, positions: list[int]) -> list[Node]:
         """The nodes of the parts at some positions of the list of referents."""

@@ -7,7 +7,7 @@ two or three values. A new number means a write, not another value, so the value
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import compress, repeat
 from typing import Any
 
@@ -54,6 +54,12 @@ _version = _version_getter()
 _MISSING = object()
 
 
+def numbers_of(dicts: Sequence[dict[Any, Any]]) -> list[object]:
+    """The present version of each dictionary."""
+    # Without versions, objects that equal no others: any dictionary may have been written to.
+    return [*map(_version, dicts)] if _version is not None else [object() for _ in dicts]
+
+
 class Versions:
     """A record of dictionaries, by version and by the identity of keys and values.
 
@@ -61,40 +67,39 @@ class Versions:
 
     Args:
         names: for each, the only keys that are compared; None for all of them.
+
+    Attributes:
+        numbers: their versions at the last comparison without a change.
     """
 
     def __init__(
         self, dicts: Iterable[dict[Any, Any]], names: Iterable[Collection[str] | None] = ()
     ) -> None:
-        self._dicts = [*dicts]
-        self._names = [*names] or [None] * len(self._dicts)
-        self._numbers = self._now()  # first, because another thread may write in between
-        self._contents = [*map(self._content, range(len(self._dicts)))]
-
-    def _now(self) -> list[int]:
-        # Without versions any of them may have been written to.
-        return [*map(_version, self._dicts)] if _version is not None else [-1] * len(self._dicts)
+        self.dicts = [*dicts]
+        self._names = [*names] or [None] * len(self.dicts)
+        self.numbers = numbers_of(self.dicts)  # first, because another thread may write in between
+        self._contents = [*map(self._content, range(len(self.dicts)))]
 
     def _content(self, index: int) -> tuple[list[Any], list[Any]]:
-        held, names = self._dicts[index], self._names[index]
+        held, names = self.dicts[index], self._names[index]
         if names is None:
             return [*dict.keys(held)], [*dict.values(held)]
         return [*names], [*map(dict.get, repeat(held), names, repeat(_MISSING))]
 
     def changed(self) -> list[int]:
         """The positions of the dictionaries with other keys or values than recorded, by identity."""
-        now = self._now()
-        if now == self._numbers and _version is not None:
+        now = numbers_of(self.dicts)
+        if now == self.numbers:
             return []
-        written = repeat(True) if _version is None else map(operator.ne, now, self._numbers)
+        written = map(operator.ne, now, self.numbers)
         found = [index for index in compress(range(len(now)), written) if not self._is_same(index)]
         if not found:
-            self._numbers = now
+            self.numbers = now
         return found
 
     def _is_same(self, index: int) -> bool:
         keys, values = self._contents[index]
-        now: Any = self._dicts[index]
+        now: Any = self.dicts[index]
         if self._names[index] is not None:
             named, held = self._content(index)
             return named == keys and all(map(operator.is_, held, values))
@@ -105,6 +110,6 @@ class Versions:
         )
 
     def remember(self, positions: Iterable[int]) -> None:
-        self._numbers = self._now()
+        self.numbers = numbers_of(self.dicts)
         for index in positions:
             self._contents[index] = self._content(index)

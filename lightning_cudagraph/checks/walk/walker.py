@@ -181,7 +181,7 @@ class Walk:
         Equal objects that replaced recorded ones are recorded instead of them. Large objects and buffers
         are compared if `everything` is.
         """
-        quick = self._quick
+        quick = self.quick
         written = quick.dicts.changed()
         moved = quick.moved()
         suspects = [*(quick.in_dicts[index] for index in written), *moved]
@@ -206,7 +206,7 @@ class Walk:
         Returns:
             The changes of large objects, which `quick_changes` may not have compared before.
         """
-        found = [change for node in self._quick.large for change in self._of(node)]
+        found = [change for node in self.quick.large for change in self._of(node)]
         self._scope = replace(self._scope, ignored=ignored)
         self._begin()
         self.be_quick()
@@ -214,7 +214,7 @@ class Walk:
 
     def be_quick(self) -> None:
         """Prepare `quick_changes`: compare all parts at once in C from now on."""
-        self._quick = QuickComparison(self._nodes, self._picked, self._tensors)
+        self.quick = QuickComparison(self._nodes, self._picked, self._tensors)
 
     # ---- entering objects
 

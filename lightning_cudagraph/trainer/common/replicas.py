@@ -48,7 +48,7 @@ class Replicas(DDPState):
 
     def settings(self) -> tuple[Any, ...]:
         """Return these settings in a form that is quick to compare."""
-        return (*(len(ddp._comm_hooks) for ddp in self.wrappers), *self.shards.settings())
+        return (*[len(ddp._comm_hooks) for ddp in self.wrappers], *self.shards.settings())
 
     def ran(self) -> None:
         super().ran()

@@ -280,8 +280,12 @@ class TrainingSteps:
         if accumulation.steps:
             total.ready += 1
             current.ready += 1
-        with part.optimizer.outcomes.late(self.is_state_unread):
+        outcomes = part.optimizer.outcomes
+        outcomes.may_be_late = self.is_state_unread
+        try:
             outputs = self._engine.replay(step, self.graphs_of(batch))
+        finally:
+            outcomes.may_be_late = False
         if outputs is None:
             if accumulation.steps:
                 total.ready -= 1

@@ -1,0 +1,60 @@
+"""The look before each replay: all that guards compare, in a few calls of C functions.
+
+It tells only that nothing was written. If anything was, each guard compares its own part.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+from itertools import chain
+from typing import Any
+
+from lightning_cudagraph.checks.guards.structure import Structure
+from lightning_cudagraph.checks.walk.quick import QuickComparison
+from lightning_cudagraph.checks.walk.versions import numbers_of
+
+
+class OnePass:
+    """What a structure and a walk compare, side by side.
+
+    Both must have been compared before, with no change.
+
+    Attributes:
+        quick: the comparison of the walk, which is another one when the walk is renewed.
+    """
+
+    def __init__(self, structure: Structure, quick: QuickComparison) -> None:
+        self.quick = quick
+        self._structure = structure
+        self._versions = [*structure.versions, quick.dicts]
+        self._dicts = [*chain.from_iterable(each.dicts for each in self._versions)]
+        self._holders = quick.holders
+        self._iterated = [*quick.ordered, *structure.members.lists]
+        self._were = self._now = self._referents()
+        # Each guard has its own numbers, so that what was written before this is found by it.
+        self._numbers = [*chain.from_iterable(each.numbers for each in self._versions)]
+
+    def _referents(self) -> list[Any]:
+        return [*gc.get_referents(*self._holders), *chain.from_iterable(self._iterated)]
+
+    def is_same(self) -> bool:
+        """True if nothing can have changed since the last comparison."""
+        if self.quick.read:
+            return False
+        numbers = numbers_of(self._dicts)
+        if numbers != self._numbers:
+            if any(each.changed() for each in self._versions):
+                return False
+            self._numbers = numbers
+        self._now = now = self._referents()
+        return (
+            len(now) == len(self._were)
+            and all(map(operator.is_, now, self._were))
+            and not self._structure.has_moved()
+            and not self.quick.has_moved_tensors()
+        )
+
+    def accept(self) -> None:
+        """Note that the guards have found no change that counts since the last look."""
+        self._were = self._now
