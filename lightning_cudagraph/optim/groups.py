@@ -75,7 +75,7 @@ class PreparedGroup:
         if self._form.inspected or self._alone:
             return
         latest, self._latest = self._latest, self._values()
-        if all(map(operator.is_, self._latest, latest)):  # nobody has set any of them
+        if all(map(operator.is_, self._latest, latest)):  # none was set
             return
         for part, value in self._parts():
             if self._seen.get(part) != value:

@@ -138,7 +138,7 @@ class ExternalReferences:
     def is_any_kept(self) -> bool:
         """True if there is an external reference to a gradient, or one has other memory."""
         counts = self._counted()
-        if any(
+        if counts != self._counts and any(
             any(map(operator.gt, now, then)) for now, then in zip(counts, self._counts, strict=False)
         ):
             return True

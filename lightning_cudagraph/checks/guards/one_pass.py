@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import operator
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from lightning_cudagraph.checks.guards.structure import Structure
@@ -16,7 +16,7 @@ from lightning_cudagraph.checks.walk.versions import numbers_of
 
 
 class OnePass:
-    """What a structure and a walk compare, side by side.
+    """The comparison of a structure and of a walk at once.
 
     Both must have been compared before, with no change.
 
@@ -27,13 +27,15 @@ class OnePass:
     def __init__(self, structure: Structure, quick: QuickComparison) -> None:
         self.quick = quick
         self._structure = structure
-        self._versions = [*structure.versions, quick.dicts]
-        self._dicts = [*chain.from_iterable(each.dicts for each in self._versions)]
+        versions = [*structure.versions, quick.dicts]
+        self._dicts = [*chain.from_iterable(each.dicts for each in versions)]
+        ends = [*accumulate(len(each.dicts) for each in versions)]
+        self._versions = [*zip(versions, map(slice, [0, *ends], ends), strict=False)]
         self._holders = quick.holders
         self._iterated = [*quick.ordered, *structure.members.lists]
         self._were = self._now = self._referents()
         # Each guard has its own numbers, so that what was written before this is found by it.
-        self._numbers = [*chain.from_iterable(each.numbers for each in self._versions)]
+        self._numbers = [*chain.from_iterable(each.numbers for each in versions)]
 
     def _referents(self) -> list[Any]:
         return [*gc.get_referents(*self._holders), *chain.from_iterable(self._iterated)]
@@ -44,8 +46,9 @@ class OnePass:
             return False
         numbers = numbers_of(self._dicts)
         if numbers != self._numbers:
-            if any(each.changed() for each in self._versions):
-                return False
+            for each, part in self._versions:
+                if numbers[part] != self._numbers[part] and each.changed():
+                    return False
             self._numbers = numbers
         self._now = now = self._referents()
         return (
