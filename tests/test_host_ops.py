@@ -293,7 +293,11 @@ def _branch() -> None:
         torch.rand(3)
 
 
+compiled: dict[str, Any] = {"__name__": "torch._inductor.output_code", "torch": torch}
+exec("def draw():\n    return torch.rand(3)", compiled)
+
 TAKES: dict[str, Step] = {
+    "compiled": compiled["draw"],
     "item": lambda: torch.rand(()).item(),
     "branch": _branch,
     "float": lambda: float(torch.rand(())),
@@ -328,8 +332,10 @@ def test_a_generator_that_is_set_inside() -> None:
         with torch.random.fork_rng():
             torch.rand(3).to(META)
 
-    with pytest.raises(CaptureError, match="also sets their generator"):
+    with pytest.raises(CaptureError, match="also sets their generator") as caught:
         Captured(step)
+    assert caught.value.location is not None
+    assert "torch.rand(3)" in caught.value.location.source
 
 
 def test_too_much() -> None:

@@ -12,10 +12,12 @@ captured step. If it comes from a draw, the audit sees the draws of the step, an
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.device.refusals.forbidden_ops import refusal_of_op
 from lightning_cudagraph.device.sentry.collectives import is_collective
 from lightning_cudagraph.device.taped_op import TapedOp, address, addressed
+from lightning_cudagraph.errors import Location
 from lightning_cudagraph.tensors.batch import copied_leaf
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.static import is_of_batch
@@ -81,6 +84,7 @@ class HostOps:
         # Storages with other values in each step; True for those that come from a draw.
         self._moving: dict[int, bool] = {}
         self._recorded: list[_Recorded] = []
+        self._first_draw: Location | None = None
         self._staged = torch.empty(INPUT_BYTES, dtype=torch.uint8, device="cpu")
         self.staged_bytes = 0
 
@@ -115,7 +119,7 @@ class HostOps:
         is_drawn = draws or any(map(self._is_drawn, inputs))
         written = written_by(func, args, kwargs)
         for each in written:
-            if not self.is_made_inside(each):  # by compiled code, which reads it unseen; or of the user
+            if not self.is_made_inside(each):  # the memory of other code, which may read it unseen
                 self.draws.are_shown |= is_drawn
             elif storage_id(each) not in self._moving:
                 memory = whole(each)
@@ -125,6 +129,8 @@ class HostOps:
         own_args = addressed(args, known, self._operand)
         own_kwargs = {name: addressed(value, known, self._operand) for name, value in kwargs.items()}
         if draws:
+            self._first_draw = self._first_draw or user_location()
+            self.draws.are_shown |= _is_in_compiled_code()
             given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator))
             with self.draws.noted(next(given, torch.default_generator)):
                 result = run()
@@ -159,7 +165,7 @@ class HostOps:
         """Refuse a step, at its end, that sets a generator which it draws from."""
         self.draws.look()
         if self.draws.are_moved and self.staged_bytes:
-            forbid(*_SET_INSIDE, None)
+            forbid(*_SET_INSIDE, self._first_draw)
 
     def register(self, generators: Generators) -> HostInput | None:
         """Repeat the ops before each launch, from now on, of the part that they are in.
@@ -216,3 +222,13 @@ def _is_on_host(tensor: Tensor) -> bool:
     """True for a plain tensor with memory of the host: a fake tensor has none."""
     own = local(tensor)
     return own.layout is torch.strided and own.untyped_storage().device.type == "cpu"
+
+
+def _is_in_compiled_code() -> bool:
+    """True in code of Inductor, whose kernels for the CPU are no ops."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch._inductor"):
+            return True
+        frame = frame.f_back
+    return False
