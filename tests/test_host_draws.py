@@ -229,7 +229,5 @@ class Chooses(Noisy):
 def test_a_branch_is_refused(tmp_path: Path, accelerator: str) -> None:
     with pytest.raises(CaptureError) as caught:
         train(make(Chooses), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
-    (found,) = caught.value.findings
-    assert found.location is not None
-    assert "torch.rand" in found.location.source
-    assert ("draws from" in found.what) == (accelerator == "gpu")
+    assert "test_host_draws.py" in str(caught.value)
+    assert ("draws from" in caught.value.findings[0].what) == (accelerator == "gpu")

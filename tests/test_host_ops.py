@@ -22,7 +22,6 @@ from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
 from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES, HostOps
 from lightning_cudagraph.device.sentry.op_rewrites import HostMemory, MendingSentry
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry
-from lightning_cudagraph.tensors.static import StaticBatch
 
 META = torch.device("meta")
 Step = Callable[..., Any]
@@ -57,14 +56,12 @@ class Queue(HostInput):
 class Captured:
     """A step, captured for a device that computes nothing."""
 
-    def __init__(self, step: Step, *batch: Tensor, parts: int = 1) -> None:
+    def __init__(self, step: Step) -> None:
         self.queue = Queue()
         self.host = HostOps(self.queue)
         self.work = [HostWork()]
         self.generators = Generators("meta", torch.Generator())
-        self.static = StaticBatch([*batch])
         sentry = MendingSentry(self.generators, Memory(), host=self.host, device_type="meta")
-        loan = self.static.lend()
         seen = generator_state(torch.default_generator)
         assert seen is not None
         before = seen[0]()
@@ -73,11 +70,10 @@ class Captured:
                 host_work_of(self.work),
                 self.host.draws.hidden(),
                 FunctionSentry("meta"),
-                loan.watched(),
                 sentry,
                 first_refusal_kept(),
             ):
-                self.result = step(*loan.batch)
+                self.result = step()
                 self.is_refused = seen[0]() != before  # by the audit
                 self.host.end()
         finally:
@@ -85,8 +81,7 @@ class Captured:
         assert seen[0]() == before
         self.host.register(self.generators)
 
-    def launch(self, *batch: Tensor) -> None:
-        self.static.copy_from([*batch])
+    def launch(self) -> None:
         for work in self.work:
             with work.around_launch():
                 pass
@@ -152,12 +147,11 @@ def kinds(to: Step) -> None:
     torch.rand(1)  # not used
 
 
-def moving(to: Step) -> None:
+def older(to: Step) -> None:
     to(table * torch.rand(4))
-    to(table + 1)
 
 
-STEPS = [noise, in_place, kinds, moving]
+STEPS = [noise, in_place, kinds, older]
 
 
 def _eagerly(step: Step) -> list[Tensor]:
@@ -171,13 +165,13 @@ def _eagerly(step: Step) -> list[Tensor]:
 
 
 def _for_device(step: Step) -> Step:
-    def captured(*batch: Tensor) -> None:
+    def captured() -> None:
         def to(value: Tensor, dtype: torch.dtype | None = None) -> None:
             moved = value.to(META, dtype or value.dtype)
             assert moved.shape == value.shape
             assert moved.stride() == torch.empty_like(value).stride()
 
-        step(to, *batch)
+        step(to)
 
     return captured
 
@@ -240,21 +234,6 @@ def test_without_repeats_the_draws_are_frozen(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("lightning_cudagraph.device.taped_op.TapedOp.run", lambda self: None)
     with pytest.raises(AssertionError):
         test_each_launch_draws_what_the_step_would(noise)
-
-
-def test_a_batch_that_stays_on_the_host() -> None:
-    def step(to: Step, x: Tensor) -> None:
-        to(x)
-        to(x.float() * 2 + torch.rand(3))
-
-    batches = [torch.arange(3) + index for index in range(3)]
-    captured = Captured(_for_device(step), batches[0])
-    state = torch.get_rng_state()
-    plain = [_eagerly(lambda to, x=x: step(to, x)) for x in batches]
-    torch.set_rng_state(state)
-    for x in batches:
-        captured.launch(x)
-    assert all(map(_is_same, captured.sent(*plain[0]), plain))
 
 
 def test_what_the_step_returns_of_it() -> None:

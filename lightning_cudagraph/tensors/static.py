@@ -158,11 +158,6 @@ def refuse_writes(written: Iterable[Tensor], refuse: Callable[[CaptureError], No
         refuse(_write(path))
 
 
-def is_of_batch(tensor: Tensor) -> bool:
-    """True for memory of the batch of the step under way in this thread."""
-    return storage_id(tensor) in _lent.value
-
-
 def _write(path: str) -> CaptureError:
     error = CaptureError(
         f"The training step writes into `{path}` in place.", "Write into a copy: `x = x.clone()`."

@@ -87,26 +87,6 @@ def test_the_other_findings_are_alone(tmp_path: Path, accelerator: str) -> None:
     assert [".item()" in each.what for each in caught.value.findings] == [True]
 
 
-class Lengths(Net):
-    """The lengths stay on the host, where the step computes with them."""
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        x, y = batch
-        return x.to(device), y.to(device), (y % 3 + 1).float()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y, lengths = batch
-        weights = (1 / lengths).to(x.device) + (lengths * 0 + torch.rand(len(y))).to(x.device)
-        return super().training_step((x * weights[:, None] * lengths.to(x)[:, None], y), batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch[:2], batch_idx)
-
-
-def test_a_batch_with_lengths_on_the_host(tmp_path: Path, accelerator: str) -> None:
-    assert both(tmp_path, accelerator, Lengths).counts.replayed >= 8
-
-
 class Sampled(Metric):
     """Keeps a sample of what it is given, drawn on the host."""
 

@@ -86,7 +86,7 @@ class CudaBackend:
         self._collectives_stream = event_stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
-        self._host_input: HostInput | None = None  # of graphs for which the host draws or computes
+        self._host_input: HostInput | None = None  # of graphs for which the host draws
         self._live: list[_Live] = []
         # The timing streams that take part in the capture.
         self._forked: set[torch.cuda.Stream] = set()

@@ -1,13 +1,12 @@
 """Ops on the host that each replay repeats: random draws, and what is computed from them.
 
-A graph holds launches alone. What a step draws on the host, as in `torch.randn(n).type_as(x)`, or
-computes there from tensors that other code writes, is another value in each step. Such ops are recorded,
-and run again before each launch, in their order. They draw from the same generators, and so the numbers
-that the step would draw. What the step copies to the device of them is sent to a static input, which the
-captured copy reads.
+A graph holds launches alone. What a step draws on the host, as in `torch.randn(n).type_as(x)`, is
+another value in each step. Draws, and ops on what comes from them, are recorded, and run again before
+each launch, in their order. They draw from the same generators, and so the numbers that the step would
+draw. What the step copies to the device is sent to a static input, which the captured copy reads.
 
-A number that the host itself takes (`.item()`, a branch, an operand of an op on the device) is in the
-captured step. If it comes from a draw, the audit sees the draws of the step, and refuses them.
+A number that the host itself takes of them (`.item()`, a branch, an operand of an op on the device) is
+in the captured step. Then the audit sees the draws of the step, and refuses them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -34,7 +32,6 @@ from lightning_cudagraph.device.taped_op import TapedOp, address, addressed
 from lightning_cudagraph.errors import Location
 from lightning_cudagraph.tensors.batch import copied_leaf
 from lightning_cudagraph.tensors.local import local
-from lightning_cudagraph.tensors.static import is_of_batch
 from lightning_cudagraph.tensors.writes import storage_id, tensors_in, whole, written_by
 
 # One for all graphs of a backend, and none if no step needs it.
@@ -42,7 +39,7 @@ INPUT_BYTES = 4 << 20
 _ALIGNMENT_BYTES = 64
 _ON_THE_DEVICE = "Draw them on the device (`torch.randn(..., device=x.device)`)"
 _TOO_LARGE = (
-    f"more than {INPUT_BYTES >> 20} MiB that the host draws or computes in each step for the device",
+    f"more than {INPUT_BYTES >> 20} MiB that the host draws in each step for the device",
     f"{_ON_THE_DEVICE}, or pass them with the batch.",
 )
 _SET_INSIDE = (
@@ -52,21 +49,6 @@ _SET_INSIDE = (
     ),
     f"{_ON_THE_DEVICE}; or pass `preserve_rng_state=False` if what is computed twice draws nothing.",
 )
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """A recorded op, with the part of the graph that it belongs to, and the ids of its storages.
-
-    Attributes:
-        is_drawn: it draws, or takes what comes from a draw.
-    """
-
-    op: TapedOp
-    part: HostWork
-    reads: set[int]
-    writes: set[int]
-    is_drawn: bool
 
 
 class HostOps:
@@ -81,9 +63,8 @@ class HostOps:
         self._static = static
         # Made inside the step, by storage; kept alive, so that no address is used twice.
         self._made: dict[int, Tensor] = {}
-        # Storages with other values in each step; True for those that come from a draw.
-        self._moving: dict[int, bool] = {}
-        self._recorded: list[_Recorded] = []
+        self._drawn: set[int] = set()  # storages with what comes from draws
+        self._recorded: list[tuple[HostWork, TapedOp]] = []  # with the part of the graph
         self._first_draw: Location | None = None
         self._staged = torch.empty(INPUT_BYTES, dtype=torch.uint8, device="cpu")
         self.staged_bytes = 0
@@ -91,17 +72,13 @@ class HostOps:
     def is_made_inside(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._made
 
-    def moves(self, tensor: Tensor) -> bool:
-        """True for a tensor with other values in each step, whose ops are recorded."""
-        return storage_id(tensor) in self._moving or is_of_batch(tensor)
-
-    def _is_drawn(self, tensor: Tensor) -> bool:
-        return _is_on_host(tensor) and self._moving.get(storage_id(tensor), False)
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """True for a tensor in host memory that comes from a draw."""
+        return _is_on_host(tensor) and storage_id(tensor) in self._drawn
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Show the draws to the audit if the host, or an op on the device, takes what comes from one."""
-        if any(map(self._is_drawn, tensors)):
-            self.draws.are_shown = True
+        self.draws.are_shown |= any(map(self.is_drawn, tensors))
 
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
@@ -109,22 +86,20 @@ class HostOps:
         """Run an op that has tensors in host memory alone, and record it if it is to be repeated."""
         inputs = tensors_in(args, kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        is_new = func._schema.name == "aten::lift_fresh"  # of `torch.tensor`, for which there is no op
-        moves = draws or any(self.moves(each) or not self.is_made_inside(each) for each in inputs)
-        if is_new or not moves or not all(map(_is_on_host, inputs)):
-            return self._made_by(run(), [] if is_new else inputs)
+        if not draws and not any(map(self.is_drawn, inputs)):
+            # `lift_fresh` returns what `torch.tensor` has just made, for which there is no op.
+            return self._made_by(run(), [] if func._schema.name == "aten::lift_fresh" else inputs)
         if is_collective(func) or refusal_of_op(func, func._schema.name, args, kwargs) is not None:
-            self.take(inputs)
+            self.draws.are_shown = True
             return self._made_by(run(), inputs)
-        is_drawn = draws or any(map(self._is_drawn, inputs))
         written = written_by(func, args, kwargs)
         for each in written:
             if not self.is_made_inside(each):  # the memory of other code, which may read it unseen
-                self.draws.are_shown |= is_drawn
-            elif storage_id(each) not in self._moving:
+                self.draws.are_shown = True
+            elif not self.is_drawn(each):
                 memory = whole(each)
                 self._record_copy(memory, memory.clone())
-            self._moving[storage_id(each)] = is_drawn or self._is_drawn(each)
+        self._drawn.update(map(storage_id, written))
         known: dict[int, Tensor] = {}
         own_args = addressed(args, known, self._operand)
         own_kwargs = {name: addressed(value, known, self._operand) for name, value in kwargs.items()}
@@ -136,16 +111,14 @@ class HostOps:
                 result = run()
         else:
             result = run()
-        outputs = tensors_in(result)
-        there = {*map(storage_id, inputs)}
-        self._moving |= {key: is_drawn for key in map(storage_id, outputs) if key not in there}
-        if draws or written or not there >= {*map(storage_id, outputs)}:  # not only a view
-            op = TapedOp(func, own_args, own_kwargs, inputs, outputs)
-            self._record(op, inputs, [*written, *outputs], is_drawn)
+        op = TapedOp(func, own_args, own_kwargs, inputs, tensors_in(result))
+        if draws or written or any(target is not None for target in op.results):  # not only a view
+            self._record(op)
+        self._drawn.update(map(storage_id, tensors_in(result)))
         return self._made_by(result, inputs)
 
     def staged(self, source: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """The tensor for a captured copy of moving host memory to read, of this dtype and shape."""
+        """The tensor that a captured copy of what comes from a draw reads, of this dtype and shape."""
         value = source.detach().to(dtype).expand(shape)
         start = -(-self.staged_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         end = self.staged_bytes = start + value.nbytes
@@ -173,17 +146,14 @@ class HostOps:
         Returns:
             What the graph reads; None if it reads nothing.
         """
-        for generator in () if self.draws.are_moved else self.draws.generators:
-            generators.add_on_host(generator)
-        needed = {storage_id(self._staged)}
         parts: defaultdict[HostWork, list[TapedOp]] = defaultdict(list)
-        for each in reversed(self._recorded):
-            if each.writes & needed or (each.is_drawn and not self.draws.are_moved):
-                needed |= each.reads
-                parts[each.part].insert(0, each.op)
+        if not self.draws.are_moved:
+            for generator in self.draws.generators:
+                generators.add_on_host(generator)
+            for part, op in self._recorded:
+                parts[part].append(op)
         for part, ops in parts.items():
             part.add(partial(self._repeat, ops), do_nothing)
-        self._recorded.clear()
         self._made.clear()
         return self._static if self.staged_bytes else None
 
@@ -197,19 +167,15 @@ class HostOps:
 
     def _operand(self, tensor: Tensor) -> Tensor:
         """An operand of a recorded op: the memory itself, or what a constant in it holds now."""
-        is_constant = self.is_made_inside(tensor) and not self.moves(tensor)
+        is_constant = self.is_made_inside(tensor) and not self.is_drawn(tensor)
         return copied_leaf(tensor.detach()) if is_constant else address(tensor)
 
     def _record_copy(self, target: Tensor, source: Tensor) -> None:
-        op = TapedOp(torch.ops.aten.copy_.default, (target, source), {}, [target, source], [target])
-        self._record(op, [target, source], [target])
+        self._record(TapedOp(torch.ops.aten.copy_.default, (target, source), {}, [target], [target]))
 
-    def _record(
-        self, op: TapedOp, read: list[Tensor], written: list[Tensor], is_drawn: bool = False
-    ) -> None:
+    def _record(self, op: TapedOp) -> None:
         if self._static is not None:
-            reads, writes = ({*map(storage_id, each)} for each in (read, written))
-            self._recorded.append(_Recorded(op, work_under_capture(), reads, writes, is_drawn))
+            self._recorded.append((work_under_capture(), op))
 
     def _made_by(self, result: Any, inputs: list[Tensor]) -> Any:
         there = {*map(storage_id, inputs)}

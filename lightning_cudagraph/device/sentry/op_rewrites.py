@@ -4,7 +4,7 @@
   host. It becomes a fill, or a copy from pinned memory that lives as long as the graph.
 * A tensor that the step makes on the host and copies to the device is copied from such memory, too.
   Every replay uses its value at capture, as for any Python number in the step; unless it comes from a
-  draw, or from a tensor older than the step: then `HostOps` makes it again for each replay.
+  draw: then `HostOps` makes it again for each replay.
 * A pinned tensor that a captured copy reads is kept alive, because each replay reads it again. (Grouped
   matrix products pass arrays of addresses to the device in this way.)
 
@@ -180,7 +180,7 @@ class MendingSentry(Sentry):
             source, dtype, shape = args[1], args[0].dtype, args[0].shape
         else:
             return args, kwargs
-        if self._host.moves(source):
+        if self._host.is_drawn(source):
             own = self._host.staged(source, dtype, shape)
         elif source.is_pinned():
             self._memory.keep(source)
