@@ -164,7 +164,7 @@ class Broken(Noisy):
     """Draws in a hook that runs at a graph break, between two parts that draw."""
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.drawn = torch.rand(2)
+        torch.rand(2)
 
     def on_after_backward(self) -> None:
         with torch.no_grad():

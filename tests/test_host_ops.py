@@ -178,7 +178,7 @@ def _for_device(step: Step) -> Step:
 
 @pytest.fixture(autouse=True)
 def _put_back() -> Iterator[None]:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         own.manual_seed(6)
         table.copy_(torch.arange(4.0))
@@ -308,7 +308,7 @@ def test_other_reads_are_not(step: Step) -> None:
 
 def test_a_generator_that_is_set_inside() -> None:
     def step() -> None:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.rand(3).to(META)
 
     with pytest.raises(CaptureError, match="also sets their generator") as caught:
