@@ -1,18 +1,21 @@
 """Random generators besides the default one of the device.
 
 A CUDA graph must know a generator before its capture begins, so that every replay draws new numbers from
-it. The generators of a step are found in its first warm-up step.
+it. The generators of a step are found in its first warm-up step. Those on the host are found in the
+capture, as nothing has to know them before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 
 
@@ -23,6 +26,7 @@ class Generators:
         self._device_type = device_type
         # By address: an op is handed another Python object for the same generator.
         self._known: dict[int, torch.Generator] = {_address(default): default}
+        self._on_host: dict[int, torch.Generator] = {}  # of another device type than `_known`
 
     @property
     def extra(self) -> list[torch.Generator]:
@@ -44,18 +48,100 @@ class Generators:
         if generator is not None and generator.device.type == self._device_type:
             self._known.setdefault(_address(generator), generator)
 
+    def add_on_host(self, generator: torch.Generator) -> None:
+        """Add a generator of the host that a graph for another device draws from."""
+        self._on_host[_address(generator)] = generator
+
+    @property
+    def _besides(self) -> list[torch.Generator]:
+        return [*self.extra, *self._on_host.values()]
+
     def state(self, default_state: Tensor) -> Tensor:
         """The states of all generators, concatenated; that of the default one is given."""
-        return torch.cat([default_state, *(generator.get_state() for generator in self.extra)])
+        return torch.cat([default_state, *(generator.get_state() for generator in self._besides)])
 
     def set_extra_states(self, state: Tensor) -> Tensor:
-        """Set the extra generators to what `state` returned; return the state of the default one."""
-        sizes = [generator.get_state().numel() for generator in self.extra]
+        """Set the other generators to what `state` returned; return the state of the default one."""
+        sizes = [generator.get_state().numel() for generator in self._besides]
         default_state: Tensor
         default_state, *states = state.split([state.numel() - sum(sizes), *sizes])
-        for generator, own in zip(self.extra, states, strict=True):
+        for generator, own in zip(self._besides, states, strict=True):
             generator.set_state(own.clone())
         return default_state.clone()
+
+
+@dataclass
+class _Drawn:
+    """A generator, with its states before the first draw of a capture and after the last one."""
+
+    generator: torch.Generator
+    before: Tensor
+    after: Tensor
+
+    def is_moved(self) -> bool:
+        """True if other code has drawn from it, or set it, since the last draw."""
+        return not _are_same(self.generator.get_state(), self.after)
+
+
+_under_capture: OfThread[HostDraws | None] = OfThread(None)
+
+
+class HostDraws:
+    """The draws of one capture from generators on the host, which each replay repeats.
+
+    The audit of the step, which refuses draws on the host, does not see them.
+
+    Attributes:
+        are_shown: it does, because replays cannot repeat what the step does with them.
+        are_moved: the step has set a generator between two draws, or drawn from it in another way.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: dict[int, _Drawn] = {}
+        self.are_shown = self.are_moved = False
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Hide the draws of this thread from `state_seen` in the `with` block."""
+        return setting(_under_capture, value=self)
+
+    @contextmanager
+    def noted(self, generator: torch.Generator) -> Iterator[None]:
+        """Note a draw from a generator in the `with` block."""
+        now = generator.get_state()
+        drawn = self._drawn.setdefault(_address(generator), _Drawn(generator, now, now))
+        self.look()
+        yield
+        drawn.after = generator.get_state()
+
+    def look(self) -> None:
+        """See if a generator was moved by other code."""
+        self.are_moved |= any(drawn.is_moved() for drawn in self._drawn.values())
+
+    def state(self, generator: torch.Generator) -> Tensor:
+        drawn = self._drawn.get(_address(generator))
+        self.look()
+        if drawn is None or self.are_shown or self.are_moved:
+            return generator.get_state()
+        return drawn.before
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        return [drawn.generator for drawn in self._drawn.values()]
+
+    def put_back(self) -> None:
+        """Put the generators back to where they were before the capture."""
+        for drawn in self._drawn.values():
+            drawn.generator.set_state(drawn.before)
+
+
+def state_seen(generator: torch.Generator) -> Tensor:
+    """The state of a generator on the host, without the draws that replays repeat."""
+    draws = _under_capture.value
+    return generator.get_state() if draws is None else draws.state(generator)
+
+
+def _are_same(state: Tensor, other: Tensor) -> bool:
+    return bool(state.numpy().tobytes() == other.numpy().tobytes())  # no op: a capture is under way
 
 
 def _address(generator: torch.Generator) -> int:

@@ -1,8 +1,8 @@
 """Host work of a graph, done before and after each launch.
 
 A graph holds launches and nothing else. Values that a step computes on the host (Adam's bias
-corrections, from its step count) are computed before each launch, and copied to where the graph reads
-them.
+corrections, from its step count; random numbers that it draws there) are computed before each launch,
+and copied to where the graph reads them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+import torch
 
 from lightning_cudagraph.compat.attributes import setting
 
@@ -39,6 +41,30 @@ class HostWork:
         yield
         for _, after in self._work:
             after()
+
+
+class HostInput:
+    """Static input of graphs for what the host computes before each launch.
+
+    Attributes:
+        memory: its memory on the device, in bytes.
+    """
+
+    def __init__(self, device: torch.device, size_bytes: int) -> None:
+        self.memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+
+    @contextmanager
+    def filled(self, size_bytes: int) -> Iterator[torch.Tensor]:
+        """Yield host memory for the first bytes; what it holds then is copied there.
+
+        The copy is in order with the launches of the current stream, and from other memory each time:
+        a copy that is still queued finds what it is to read.
+        """
+        # Pinned memory of torch's own pool is not reused before the copy is done.
+        is_pinned = self.memory.device.type == "cuda"
+        source = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+        yield source
+        self.memory[:size_bytes].copy_(source, non_blocking=True)
 
 
 def host_work_of(parts: list[HostWork]) -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map
-from lightning_cudagraph.device.host_work import work_under_capture
+from lightning_cudagraph.device.host_work import HostInput, work_under_capture
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.errors import CaptureError
@@ -76,19 +76,18 @@ class Stage:
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self.numbers = torch.zeros(size, 3, dtype=torch.float64, device=device)
-        self._is_pinned = device.type == "cuda"
+        self._input = HostInput(device, size * 3 * 8)
+        self.numbers = self._input.memory.view(torch.float64).view(size, 3)
         self._filled = b""
 
     def fill(self, rows: list[tuple[float, float, float]]) -> None:
         """Copy numbers to the device, on the current stream, unless the last ones were the same."""
-        values = array("d", chain.from_iterable(rows)).tobytes()
-        if values == self._filled:
+        values = array("d", chain.from_iterable(rows))
+        if (now := values.tobytes()) == self._filled:
             return
-        # Pinned memory of torch's own pool is not reused before the copy is done.
-        source = torch.tensor(rows, dtype=torch.float64, pin_memory=self._is_pinned)
-        self.numbers[: len(rows)].copy_(source, non_blocking=True)
-        self._filled = values
+        with self._input.filled(len(now)) as source:
+            source.copy_(torch.frombuffer(values, dtype=torch.uint8))
+        self._filled = now
 
 
 class TracedStep(OwnFunctionMode):

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_cudagraph.device.generators import state_seen
+
 _State = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
@@ -27,7 +29,7 @@ def generator_state(value: Any) -> _State | None:
     if issubclass(type(bits), np.random.BitGenerator):
         return _packed(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if issubclass(kind, torch.Generator) and value.device.type == "cpu":
-        return _packed(value.get_state, value.set_state)
+        return _packed(lambda: state_seen(value), value.set_state)
     return None
 
 

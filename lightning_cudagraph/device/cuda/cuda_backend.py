@@ -22,8 +22,9 @@ from lightning_cudagraph.device.cuda.capture_errors import clear_frames, meaning
 from lightning_cudagraph.device.cuda.driver import event_times, position_of
 from lightning_cudagraph.device.cuda.graph_parts import CudaParts
 from lightning_cudagraph.device.generators import Generators
-from lightning_cudagraph.device.host_work import host_work_of
+from lightning_cudagraph.device.host_work import HostInput, host_work_of
 from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
+from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES, HostOps
 from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry
 from lightning_cudagraph.device.streams.branches import Branches, SentBackError
@@ -85,6 +86,7 @@ class CudaBackend:
         self._collectives_stream = event_stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
+        self._host_input: HostInput | None = None  # of graphs for which the host draws
         self._live: list[_Live] = []
         # The timing streams that take part in the capture.
         self._forked: set[torch.cuda.Stream] = set()
@@ -112,7 +114,9 @@ class CudaBackend:
         torch.cuda.empty_cache()
         sides = self._sides()
         keep_all_workspaces(sides)
-        # Replays do not wait for what the line above has run on other streams, in memory that they use.
+        # Not of the memory pool: ops before its first use would write there.
+        host = HostOps(self._host_input or HostInput(self.device, INPUT_BYTES))
+        # Replays do not wait for what these lines have run on other streams, in memory that they use.
         torch.cuda.synchronize(self.device)
         if not self._is_in_use(self._pool):
             # A pool without graphs cannot be used again (an assertion in torch 2.11).
@@ -122,7 +126,7 @@ class CudaBackend:
         memory = HostMemory()
         graph = CudaParts(self.generators, self._pool)
         branches = Branches([side.stream for side in sides], graph) if len(sides) > 1 else None
-        sentry = MendingSentry(self.generators, memory, branches)
+        sentry = MendingSentry(self.generators, memory, branches, host)
         sentry.writes = Writes(storages_held() if is_compiled else None)
         self.flow = sentry.flow = RecordedFlow("cuda", self.position) if self.records_flow else None
         failure: BaseException | None = None
@@ -137,12 +141,14 @@ class CudaBackend:
                     self._begin_part(graph)
                     with (
                         host_work_of(graph.work),
+                        host.draws.hidden(),
                         FunctionSentry(self.device.type),
                         Constants(memory),
                         sentry,
                         first_refusal_kept(),
                     ):
                         result = body()
+                        host.end()
                 except BaseException as error:
                     failure = error
                 broken = self._end_capture(graph)
@@ -151,9 +157,11 @@ class CudaBackend:
         finally:
             self._recording = self._branches = None
             self._forked.clear()
+            host.draws.put_back()
             if gc_was_on:
                 gc.enable()
         if failure is None and broken is None:
+            self._host_input = host.register(self.generators) or self._host_input
             self.barriers = {} if branches is None else branches.barriers
             taken_bytes = torch.cuda.memory_reserved(self.device) - reserved_bytes
             self._live.append(_Live(graph, self._pool, taken_bytes, memory, sentry.writes.older))
@@ -186,9 +194,20 @@ class CudaBackend:
     @contextmanager
     def checked(self) -> Iterator[None]:
         memory = HostMemory()
-        sentry = MendingSentry(self.generators, memory)
-        with FunctionSentry(self.device.type), Constants(memory), sentry, first_refusal_kept():
-            yield
+        host = HostOps(None)
+        sentry = MendingSentry(self.generators, memory, host=host)
+        try:
+            with (
+                host.draws.hidden(),
+                FunctionSentry(self.device.type),
+                Constants(memory),
+                sentry,
+                first_refusal_kept(),
+            ):
+                yield
+                host.end()
+        finally:
+            host.draws.put_back()
 
     def cut(self) -> None:
         assert self._recording is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch import Tensor
 from lightning_cudagraph.compat.attributes import OfThread
 from lightning_cudagraph.device.backend import Between
 from lightning_cudagraph.device.host_work import HostWork
-from lightning_cudagraph.device.sentry.collectives import is_collective, wait_for
 from lightning_cudagraph.device.streams.dataflow import Placed
 from lightning_cudagraph.device.streams.tape import Tape
-from lightning_cudagraph.tensors.writes import storage_id, tensors_in
+from lightning_cudagraph.device.taped_op import TapedOp
+from lightning_cudagraph.tensors.writes import storage_id
 
 # The graph that each thread is capturing.
 _recording: OfThread[EmulatedGraph | None] = OfThread(None)
@@ -71,34 +70,6 @@ class HostEvent:
         if self._time_s is None or end._time_s is None:
             raise RuntimeError("Both events must have been recorded, by a replay of their graph.")
         return (end._time_s - self._time_s) * 1e3
-
-
-class TapedOp:
-    """One recorded op: function, aliased arguments, and the storage of its results."""
-
-    __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results")
-
-    def __init__(self, func: Any, args: Any, kwargs: Any, results: list[Tensor | None]) -> None:
-        self.func = func
-        self.grad_mode = torch.is_grad_enabled()  # some kernels read it (mkldnn's RNN)
-        # Composite ops pass it on to the ops that they call.
-        self.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        self.args = args
-        self.kwargs = kwargs
-        self.results = results
-
-    def run(self) -> None:
-        autocast: AbstractContextManager[Any] = nullcontext()
-        if self.autocast is not None:
-            autocast = torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
-        with torch.set_grad_enabled(self.grad_mode), torch._C._AutoDispatchBelowAutograd(), autocast:
-            results = self.func(*self.args, **self.kwargs)
-            if is_collective(self.func):
-                wait_for(self.func, results)
-        for target, value in zip(self.results, tensors_in(results), strict=True):
-            # A zero of forward derivatives has no memory.
-            if target is not None and target.data_ptr():
-                target.copy_(value)
 
 
 class Resize:

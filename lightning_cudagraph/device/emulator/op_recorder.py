@@ -11,12 +11,7 @@ from torch import Tensor
 
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.names.torch_names import is_traceable_wrapper_subclass
-from lightning_cudagraph.device.emulator.emulated_graph import (
-    EmulatedGraph,
-    Resize,
-    TapedOp,
-    plain_resize,
-)
+from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, Resize, plain_resize
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.kept_memory import KeptMemory
 from lightning_cudagraph.device.lines.user_lines import user_location
@@ -24,26 +19,8 @@ from lightning_cudagraph.device.refusals.first_refusal import AskedFor, forbid
 from lightning_cudagraph.device.refusals.forbidden_ops import STORAGE
 from lightning_cudagraph.device.sentry.collectives import is_collective, only_wraps, returned_unrun
 from lightning_cudagraph.device.sentry.sentry import Sentry
-from lightning_cudagraph.tensors.writes import storage_id, tensors_in, written_by
-
-
-def _address(tensor: Tensor) -> Tensor:
-    """An alias of the tensor's present storage, even if the tensor is later set to another."""
-    return tensor.detach()
-
-
-def _addressed(value: Any, known: dict[int, Tensor]) -> Any:
-    """An argument of an op, with its tensors replaced by aliases.
-
-    Args:
-        known: aliases by the id of their tensor, so that one tensor has one alias: attention checks if
-            query, key and value are the same object.
-    """
-    if isinstance(value, Tensor):
-        return known.setdefault(id(value), _address(value))
-    if type(value) in (list, tuple):
-        return type(value)(_addressed(member, known) for member in value)
-    return value
+from lightning_cudagraph.device.taped_op import TapedOp, addressed
+from lightning_cudagraph.tensors.writes import tensors_in, written_by
 
 
 class Undo(KeptMemory):
@@ -102,8 +79,8 @@ class OpRecorder(Sentry):
         if not fake:
             self._undo.before(inputs)
         known: dict[int, Tensor] = {}
-        frozen_args = _addressed(args, known)
-        frozen_kwargs = {name: _addressed(value, known) for name, value in kwargs.items()}
+        frozen_args = addressed(args, known)
+        frozen_kwargs = {name: addressed(value, known) for name, value in kwargs.items()}
         result = returned_unrun(func, args) if collective else func(*args, **kwargs)
         outputs = tensors_in(result)
         if fake or any(map(_is_fake, outputs)):
@@ -111,13 +88,10 @@ class OpRecorder(Sentry):
                 self._graph.tape.add(None, placed)
             return result
         self._undo.after(outputs)
-        input_storages = {storage_id(t) for t in inputs}
-        # A result that shares its storage with an input is a view, or the input itself.
-        results = [None if storage_id(t) in input_storages else _address(t) for t in outputs]
+        op = TapedOp(func, frozen_args, frozen_kwargs, inputs, outputs)
         writes = func._schema.is_mutable or written_by(func, args, kwargs)
-        is_only_a_view = outputs and not writes and all(target is None for target in results)
+        is_only_a_view = outputs and not writes and all(target is None for target in op.results)
         if not is_only_a_view:
-            op = TapedOp(func, frozen_args, frozen_kwargs, results)
             self._graph.add(op, placed, result, inputs)
         elif placed is not None:
             self._graph.tape.add(None, placed)

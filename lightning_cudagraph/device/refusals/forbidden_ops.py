@@ -126,6 +126,11 @@ _HOST_READS = {
 ADDRESSES = frozenset({Tensor.data_ptr, Tensor.__dlpack__, Tensor.__cuda_array_interface__.__get__})
 # They read a list of tensors value by value, on a CPU without dispatching an op.
 _FROM_LISTS = (torch.tensor, torch.as_tensor, torch.asarray)
+# They take a number from memory of the host, some of them without dispatching an op.
+_NUMBERS = frozenset(
+    {Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__bool__, Tensor.__complex__}
+)
+TAKE_FROM_HOST = ADDRESSES | _NUMBERS | {*_HOST_READS, *_FROM_LISTS}
 _LIST_OF_TENSORS = (
     "`torch.tensor` of a list of tensors",
     "Use `torch.stack`, which keeps the values on the device.",

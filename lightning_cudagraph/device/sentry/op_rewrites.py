@@ -3,7 +3,8 @@
 * A constant made on the device, ``torch.tensor([1.0, 2.0], device="cuda")``, is a blocking copy from the
   host. It becomes a fill, or a copy from pinned memory that lives as long as the graph.
 * A tensor that the step makes on the host and copies to the device is copied from such memory, too.
-  Every replay uses its value at capture, as for any Python number in the step.
+  Every replay uses its value at capture, as for any Python number in the step; unless it comes from a
+  draw: then `HostOps` makes it again for each replay.
 * A pinned tensor that a captured copy reads is kept alive, because each replay reads it again. (Grouped
   matrix products pass arrays of addresses to the device in this way.)
 
@@ -13,6 +14,7 @@ unpinned memory is refused; where an op takes it as a scalar, its value becomes 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +24,12 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid
+from lightning_cudagraph.device.sentry.host_ops import HostOps
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.device.sentry.sentry import Sentry
 from lightning_cudagraph.device.streams.branches import Branches
 from lightning_cudagraph.tensors.local import is_around_another
-from lightning_cudagraph.tensors.writes import storage_id
+from lightning_cudagraph.tensors.writes import tensors_in
 
 # Constants of one capture. Pinned before the capture begins: pinning may wait for the device.
 _ARENA_BYTES = 1 << 20
@@ -124,13 +127,17 @@ class MendingSentry(Sentry):
     """A sentry that rewrites copies from the host where it can make them safe."""
 
     def __init__(
-        self, generators: Generators, memory: HostMemory, branches: Branches | None = None
+        self,
+        generators: Generators,
+        memory: HostMemory,
+        branches: Branches | None = None,
+        host: HostOps | None = None,
+        device_type: str = "cuda",
     ) -> None:
-        super().__init__("cuda", generators)
+        super().__init__(device_type, generators)
         self._memory = memory
         self._branches = branches
-        # Host tensors made inside the step, by storage; kept alive, so that no address is used twice.
-        self._made_inside: dict[int, Tensor] = {}
+        self._host = host or HostOps(None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -140,29 +147,24 @@ class MendingSentry(Sentry):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        is_host = len(on_host) == len(tensors)
         if on_host:
             args, kwargs = self._mend(func, args, kwargs)
-            self._look_at(func, args, on_host, len(on_host) == len(tensors))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(on_host) == len(tensors):
-            # `lift_fresh` returns what `torch.tensor` has just made, for which there is no op.
-            older = [] if func._schema.name == "aten::lift_fresh" else list(map(storage_id, on_host))
-            for leaf in tree_iter(result):
-                if (
-                    isinstance(leaf, Tensor)
-                    and leaf.device.type == "cpu"
-                    and storage_id(leaf) not in older
-                ):
-                    self._made_inside[storage_id(leaf)] = leaf
-        return result
+            self._look_at(func, args, on_host, is_host)
+        run = partial(super().__torch_dispatch__, func, types, args, kwargs)
+        if is_host and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+            return self._host.run(func, args, kwargs, run)
+        if on_host and not is_host:
+            self._host.take(tensors_in(args, kwargs))
+        return run()
+
+    def take(self, tensors: list[Tensor]) -> None:
+        self._host.take(tensors)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._branches is None:
             return func(*args, **kwargs)
         return self._branches.run(func, args, kwargs)
-
-    def _is_made_inside(self, tensor: Tensor) -> bool:
-        return storage_id(tensor) in self._made_inside
 
     def _mend(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -171,30 +173,33 @@ class MendingSentry(Sentry):
         name = func._schema.name
         if name == "aten::_to_copy":
             source, device = args[0], kwargs.get("device")
-            if device is None or torch.device(device).type != "cuda":
+            if device is None or torch.device(device).type != self._device_type:
                 return args, kwargs
             dtype, shape = kwargs.get("dtype") or source.dtype, source.shape
-        elif name == "aten::copy_" and args[0].is_cuda:
+        elif name == "aten::copy_" and args[0].device.type == self._device_type:
             source, dtype, shape = args[1], args[0].dtype, args[0].shape
         else:
             return args, kwargs
-        if source.is_pinned():
+        if self._host.is_drawn(source):
+            own = self._host.staged(source, dtype, shape)
+        elif source.is_pinned():
             self._memory.keep(source)
             return args, kwargs
-        if not self._is_made_inside(source):
+        elif self._host.is_made_inside(source):
+            own = self._memory.pinned(source.detach().to(dtype).expand(shape))
+            self.known.same(own, source)
+        else:
             return args, kwargs
-        pinned = self._memory.pinned(source.detach().to(dtype).expand(shape))
-        self.known.same(pinned, source)
         if name == "aten::copy_":
-            return (args[0], pinned, True), {}
-        return (pinned,), {**kwargs, "non_blocking": True}
+            return (args[0], own, True), {}
+        return (own,), {**kwargs, "non_blocking": True}
 
     def _look_at(
         self, func: Any, args: tuple[Any, ...], on_host: list[Tensor], all_on_host: bool
     ) -> None:
         """Refuse writes into host tensors older than the step, and guard those read as scalars."""
         for tensor in on_host:
-            if self._is_made_inside(tensor) or tensor.is_pinned():
+            if self._host.is_made_inside(tensor) or tensor.is_pinned():
                 continue
             if all_on_host and func._schema.is_mutable and any(tensor is arg for arg in args[:1]):
                 forbid(*_HOST_WRITE, user_location())

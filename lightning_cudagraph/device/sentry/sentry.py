@@ -24,6 +24,7 @@ from lightning_cudagraph.device.refusals.forbidden_ops import (
     HOST_VALUE,
     LAYOUT,
     MAKE_SPARSE,
+    TAKE_FROM_HOST,
     copy_between_devices,
     refusal_of_function,
     refusal_of_op,
@@ -47,7 +48,7 @@ from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.static import refuse_writes
-from lightning_cudagraph.tensors.writes import Writes, written_by
+from lightning_cudagraph.tensors.writes import Writes, tensors_in, written_by
 
 
 def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> None:
@@ -112,6 +113,9 @@ class FunctionSentry(OwnFunctionMode):
         if func in ADDRESSES:
             for sentry in _active:
                 sentry.known.give_out(args[0])
+        if func in TAKE_FROM_HOST:
+            for sentry in _active:
+                sentry.take(tensors_in(args))
         _calls.append(TorchCall(func, args, kwargs))
         try:
             result = func(*args, **kwargs)
@@ -180,6 +184,9 @@ class Sentry(OwnDispatchMode):
         self.writes.note(func, args, kwargs, result)
         self.known.note(func, args, kwargs, result)
         return result
+
+    def take(self, tensors: list[Tensor]) -> None:
+        """Note that Python reads the memory of tensors."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op that has passed the check."""

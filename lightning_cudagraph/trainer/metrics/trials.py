@@ -97,8 +97,8 @@ class MetricTrials:
         return "it draws random numbers" if draws else None
 
     def rng_state(self) -> Tensor:
-        """The states of the device's generators, in host memory."""
-        return self._backend.rng_state()
+        """The states of the generators of the device and of the host, in host memory."""
+        return torch.cat([self._backend.rng_state(), torch.get_rng_state()])
 
     def _at_sight(self, metric: Metric, method: str) -> str | None:
         if any(True for _ in metric.parameters()):
