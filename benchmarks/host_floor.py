@@ -214,7 +214,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    blocks = Blocks(warm_steps=40 if ON_GPU else 10, lead_steps=5, steps=args.steps, rounds=args.rounds)
+    blocks = Blocks(warm_steps=280 if ON_GPU else 10, lead_steps=5, steps=args.steps, rounds=args.rounds)
     surroundings = environment()
     print(", ".join(f"{key} {value}" for key, value in surroundings.items()))
     print(f"{args.rounds} blocks of {args.steps} steps each\n")

@@ -34,12 +34,14 @@ BASELINE = "no timings"
 SAMPLED_EVERY = 50
 VARIANTS: dict[str, Callable[[list[str]], LayerTimings | None]] = {
     BASELINE: lambda leaves: None,
-    "every leaf": lambda leaves: LayerTimings(modules=leaves),
-    "every leaf, serial": lambda leaves: LayerTimings(modules=leaves, placement="serial"),
+    "every leaf": lambda leaves: LayerTimings(modules=leaves, every_n_steps=1),
+    "every leaf, serial": lambda leaves: LayerTimings(
+        modules=leaves, every_n_steps=1, placement="serial"
+    ),
     f"every leaf, one step in {SAMPLED_EVERY}": lambda leaves: LayerTimings(
         modules=leaves, every_n_steps=SAMPLED_EVERY
     ),
-    "automatic": lambda leaves: LayerTimings(),
+    "automatic": lambda leaves: LayerTimings(every_n_steps=1),
 }
 # Blocks hold whole periods of the sampling. So many rounds that the figures stand, by the step's length.
 ROUNDS = {"MLP": 40, "GPT": 20, "ResNet-18": 20, "BERT-base": 10}

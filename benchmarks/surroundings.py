@@ -268,7 +268,7 @@ def main(given: Sequence[str] | None = None) -> None:
     args = parser.parse_args(given)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    blocks = Blocks(warm_steps=60 if ON_GPU else 8, lead_steps=5, steps=args.steps, rounds=args.rounds)
+    blocks = Blocks(warm_steps=280 if ON_GPU else 8, lead_steps=5, steps=args.steps, rounds=args.rounds)
     described = environment()
     print(", ".join(f"{key} {value}" for key, value in described.items()))
     print(f"µs per step, {args.rounds} blocks of {args.steps} steps each\n", flush=True)

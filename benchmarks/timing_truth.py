@@ -258,7 +258,7 @@ def _fit(
 ) -> tuple[_B, list[Reading]]:
     """Train with all modules timed; returns the batches, and the readings of the measured replays."""
     torch.manual_seed(1)
-    callback = CUDAGraphCallback(timings=LayerTimings(modules=["*"]), streams=1)
+    callback = CUDAGraphCallback(timings=LayerTimings(modules=["*"], every_n_steps=1), streams=1)
     batches = kind([pinned(workload.batch(tiny)) for _ in range(8)], replays, callback)
     with (
         trainer_for(workload, [callback]) as trainer,

@@ -20,6 +20,7 @@ from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, Ho
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.trainer.training.times import timing_rate
 from lightning_cudagraph.trainer.training.times.run_times import RunTimes
 from tests.harness import Net, Trace, assert_same, loader, make, train
 
@@ -340,3 +341,59 @@ def test_the_report_says_that_the_host_is_the_bottleneck(
     assert "the device waits for loggers, hooks or the dataloader" in every
     assert told in every
     assert told not in sampled
+
+
+@pytest.fixture
+def slow_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events that take the host much longer than a step, and a decision after ten steps."""
+    for backend in (CudaBackend, EmulatorBackend):
+        monkeypatch.setattr(backend, "event_host_us", 1e5)
+    monkeypatch.setattr(timing_rate, "_READINGS", 10)
+    monkeypatch.setattr(timing_rate, "SELDOM", 5)
+
+
+@pytest.mark.spread(2, first=1)
+@both_turns
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_fewer_steps_are_timed_where_the_host_bounds_the_run(
+    tmp_path: Path,
+    accelerator: str,
+    monkeypatch: pytest.MonkeyPatch,
+    slow_events: None,
+    accumulate: int,
+    takes: int,
+) -> None:
+    monkeypatch.setattr(EmulatorBackend, "graphs_per_step", takes)
+    arguments: dict[str, Any] = {
+        "max_epochs": 7 * accumulate,
+        "accumulate_grad_batches": accumulate,
+    }
+    plain = run(tmp_path / "plain", accelerator, None, **arguments)
+    graphed = run(tmp_path / "graph", accelerator, CUDAGraphCallback(), **arguments)
+    assert_same(plain, graphed)
+    counts = graphed.counts
+    assert counts.captures == 2 * (1 if accumulate == 1 else 3)  # first, middle and last of a window
+    assert counts.replayed == 56 * accumulate - counts.warmed_up
+    assert not counts.recaptures
+    # As in the plain run otherwise: the first, middle and last of a window are warmed up one by one.
+    timed = steps(events(tmp_path / "graph"), "step_ms/total")
+    change = next(index for index, step in enumerate(timed) if timed[index + 1] != step + 1)
+    assert change >= 9
+    assert timed[change + 1 :] == [step for step in range(timed[change] + 1, 56) if step % 5 == 4]
+    report = str(graphed.summary)
+    assert "one step of the optimizer in 5 is timed; each of the first 10 was" in report
+
+
+def test_a_rate_that_is_asked_for_stays(tmp_path: Path, accelerator: str, slow_events: None) -> None:
+    trace = run(tmp_path, accelerator, graph(1), max_epochs=5)
+    assert trace.counts.captures == 1
+    assert steps(events(tmp_path), "step_ms/total") == [*range(3, 40)]
+
+
+def test_steps_that_the_device_bounds_are_all_timed(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, slow_events: None
+) -> None:
+    monkeypatch.setattr(timing_rate, "_MOST", 1.0)  # no gap is as long as that
+    trace = run(tmp_path, accelerator, CUDAGraphCallback(), max_epochs=5)
+    assert trace.counts.captures == 1
+    assert steps(events(tmp_path), "step_ms/total") == [*range(3, 40)]

@@ -328,8 +328,7 @@ class Captures(Generic[T]):
             captured.capture(step.record, first)
             return captured
 
-        is_timed = self._graphs.is_timed(signature)
-        first, *others = step.timed_instances if is_timed else (False,)
+        first, *others = self._graphs.instances(signature, step)
         with one_audit():
             captured = self._streams.capture(capture, lambda captured: step.all_state(captured.written))
             captured.capture(step.record, *others)

@@ -380,6 +380,10 @@ class CapturedStep(Generic[T]):
         """Return the static outputs of the instance that `replay` uses next."""
         return self._rings[timed][0].outputs
 
+    def has(self, timed: Iterable[bool]) -> bool:
+        """True if there are instances with and without timing events, as asked for."""
+        return {each.is_timed for each in self._instances}.issuperset(timed)
+
     def is_unproved(self, timed: bool) -> bool:
         """True if the instance that `replay` uses next has never been replayed."""
         return not self._rings[timed][0].replayed

@@ -88,6 +88,9 @@ class Plans(Generic[T]):
         if reason := self._admission.refusal(signature, step.accumulation):
             return Intent.EAGER, reason, None, None
         captured = self._graphs.get(signature, step.accumulation)
+        if captured is not None and not captured.has(self._graphs.instances(signature, step)):
+            self._graphs.discard(signature)  # other steps are timed than before
+            captured = None
         if captured is not None and (change := captured.gradients.stale(self._admission.is_varied)):
             if captured.n_mismatches < _MAX_MISMATCHES and self._admission.is_varied:
                 # Micro-batches of other signatures may use other parameters than this one.

@@ -53,7 +53,7 @@ class FitClock:
     ) -> None:
         self._backend = backend
         self._sinks = Sinks(sinks)
-        self._every_n_steps = every_n_steps
+        self.every_n_steps = every_n_steps
         self._waited_s = waited_s
         self._waited_before_s = 0.0  # before the next step
         self.device_waits_s = 0.0
@@ -68,7 +68,7 @@ class FitClock:
 
     def is_due(self, optimizer_step: int) -> bool:
         """True if an optimizer step is timed, by the number of those before it."""
-        n = self._every_n_steps
+        n = self.every_n_steps
         # The step that Lightning logs, if it logs as often, and not the one after it: Lightning's read
         # of the logged values waits for the device, so that the next step is launched on an idle one.
         return n == 1 or (n > 1 and (optimizer_step + 1) % n == 0)

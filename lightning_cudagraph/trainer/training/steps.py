@@ -68,6 +68,7 @@ class TrainingSteps:
         self._clock = run.times.clock
         self._engine = engine
         self._graphs = engine.graphs
+        run.times.on_other_rate = engine.graphs.clear_plain
         self._recorder = recorder
         self._plain = PlainSteps(run.trainer, run.backend, run.settings)
         self._n_without_loss = 0  # warm-up steps, in a row

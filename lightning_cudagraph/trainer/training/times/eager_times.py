@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ class EagerTimes:
         self._backend = _clock_of(trainer)
         global _runs
         _runs += 1
+        choice = replace(choice, every_n_steps=choice.every_n_steps or 1)  # no graph has its events
         self._times = RunTimes(trainer, module, self._backend, choice, SharedRun(f"eager/{_runs}"))
         self._clock = self._times.clock
         self._marks: StepMarks | None = None

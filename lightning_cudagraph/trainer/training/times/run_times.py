@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from lightning_cudagraph.capture.steps import AccumulationPhase
+from lightning_cudagraph.compat.attributes import do_nothing
 from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE, TIMES
 from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.device.backend import Backend
@@ -48,6 +49,7 @@ from lightning_cudagraph.trainer.common.profilers import delay_notes
 from lightning_cudagraph.trainer.common.replicas import has_replicas
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.times.host_times import HostTimes, host_lines
+from lightning_cudagraph.trainer.training.times.timing_rate import TimingRate
 
 # Key of the store under which the first process leaves the folder of its trace.
 _FOLDER = "folder"
@@ -81,6 +83,7 @@ class RunTimes:
     Attributes:
         clock: times of replays, or of the steps of an eager run.
         eager_clock: times of the eager step of the warm-up, for comparison.
+        on_other_rate: called when fewer steps are timed than before: they need other graphs.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class RunTimes:
         self.off: list[str] = []
         self.names: list[str] = []
         self._left_out: dict[str, str] = {}
-        self._every_n_steps = 0
+        every_n_steps: int | None = 0
         window_steps = LayerTimings.window_steps
         inner: set[str] = set()
         if choice is not None:
@@ -105,7 +108,8 @@ class RunTimes:
             self.off = notes(EVENT_QUEUE, CHARTS)
             self.names = list(select_layers(module, choice))
             self._left_out = left_out(module, choice)
-            self._every_n_steps = choice.every_n_steps
+            # Processes that decide by their own clocks would time different steps.
+            every_n_steps = choice.every_n_steps or (1 if trainer.world_size > 1 else None)
             window_steps = choice.window_steps
             inner = without_curves(module, choice)
         without_curve = frozenset(way + name for name in inner for way in (FORWARD_TAG, BACKWARD_TAG))
@@ -123,7 +127,9 @@ class RunTimes:
         self._dashboard = Dashboard(self._tensorboard, window_steps, model, device_name)
         # Closed from the last to the first, so a sink that others write to comes before them.
         line = StepLine(self.pace, self._tensorboard.add_scalars)
-        of_steps: list[Sink] = [others, self._dashboard, line]
+        self._rate = TimingRate(every_n_steps, backend.event_host_us, self._time_fewer)
+        self.on_other_rate: Callable[[], None] = do_nothing
+        of_steps: list[Sink] = [others, self._dashboard, line, self._rate]
         if self._tensorboard.is_shown:
             of_steps.append(StepBand(window_steps, self._tensorboard.add_scalars))
         run = run if trainer.world_size > 1 and dist.is_initialized() else None
@@ -156,6 +162,15 @@ class RunTimes:
         self.eager_clock = FitClock(
             backend, [WholeSteps([self.eager], apart=True)], min(self._every_n_steps, 1)
         )
+
+    @property
+    def _every_n_steps(self) -> int:
+        return self._rate.every_n_steps
+
+    def _time_fewer(self) -> None:
+        self.clock.every_n_steps = self._every_n_steps
+        self.happened(f"One step in {self._every_n_steps} is timed from now on: {self._rate.reason}.")
+        self.on_other_rate()
 
     def layers(self) -> dict[str, nn.Module]:
         """The timed layers that the model has now, by name."""
@@ -274,7 +289,8 @@ class RunTimes:
             notes.append(f"the times of other processes are not known: {self._ranks.trouble}")
         if self._every_n_steps > 1:
             came = "" if len(self._dashboard) else ", and the run has come to none of them"
-            notes.append(f"one step of the optimizer in {self._every_n_steps} is timed{came}")
+            why = f"; {self._rate.reason}" if self._rate.reason else ""
+            notes.append(f"one step of the optimizer in {self._every_n_steps} is timed{came}{why}")
         if self._trace is not None and len(self._dashboard):
             notes.append(
                 f"the last timed steps are in {str(self._trace.path)!r}: open it at"
