@@ -42,6 +42,7 @@ VARIANTS: dict[str, Callable[[], list[Callback]]] = {
     EAGER: list,
     "callback": lambda: [CUDAGraphCallback()],
     "callback, no timings": lambda: [CUDAGraphCallback(timings=None)],
+    "the same, one stream": lambda: [CUDAGraphCallback(timings=None, streams=1)],
 }
 # More would only take memory of the host.
 DIFFERENT_BATCHES = 8

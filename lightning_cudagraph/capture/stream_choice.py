@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.errors import CaptureError, ConfigurationError
+from lightning_cudagraph.processes.agreement import Agreement
+
+R = TypeVar("R")
 
 MAX_STREAMS = 16
 # The fewest of these that lose at most this share of the time of the most, by the data flow, are tried
@@ -109,6 +112,7 @@ class _Trial:
     Attributes:
         state_bytes: device memory of all tensors that a replay changes.
         replay_ms: time of one replay; None if there was no memory to keep what it changes.
+        has_failed_elsewhere: another process has failed to capture.
     """
 
     streams: int
@@ -118,6 +122,7 @@ class _Trial:
     workspace_bytes: int
     state_bytes: int = 0
     replay_ms: float | None = None
+    has_failed_elsewhere: bool = False
 
     @property
     def taken_bytes(self) -> int:
@@ -128,6 +133,14 @@ class _Trial:
         captured, self.captured = self.captured, None
         if captured is not None:
             captured.release()
+
+
+def _copies_of(live: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Copies of some tensors; None if there is no memory for them."""
+    try:
+        return {name: tensor.detach().clone() for name, tensor in live.items()}
+    except torch.OutOfMemoryError:
+        return None
 
 
 def streams_of(flow: RecordedFlow) -> list[int]:
@@ -168,16 +181,40 @@ def _choice_note(best: _Trial, trials: list[_Trial], left_out: list[str]) -> str
     )
 
 
+class _Processes:
+    """Decisions of all processes of a run, by what each has found; of this one, if it is alone."""
+
+    def __init__(self, agreement: Agreement | None) -> None:
+        self._agreement = agreement
+
+    @property
+    def are_many(self) -> bool:
+        return self._agreement is not None
+
+    def gather(self, mine: R) -> list[R]:
+        return [mine] if self._agreement is None else self._agreement.gather(mine)
+
+    def all(self, mine: bool) -> bool:
+        return all(self.gather(mine))
+
+    def any(self, mine: bool) -> bool:
+        return any(self.gather(mine))
+
+
 class StreamChoice:
     """The number of streams for the captures of an engine.
 
+    Processes that vote on their steps choose together, by the slowest of them: they replay the same
+    trials at the same time, because collectives are in them.
+
     Args:
-        wanted: a number, or `AutoStreams` for trials. With a process group, `AutoStreams` is one
-            stream without trials: the clocks of the processes would lead to different choices.
+        wanted: a number, or `AutoStreams` for trials. In a process group without votes, `AutoStreams`
+            is one stream without trials.
     """
 
-    def __init__(self, backend: Backend, wanted: Streams) -> None:
+    def __init__(self, backend: Backend, wanted: Streams, agreement: Agreement | None = None) -> None:
         self._backend = backend
+        self._processes = _Processes(agreement)
         self._auto = wanted if isinstance(wanted, AutoStreams) else AutoStreams()
         self._streams = wanted if isinstance(wanted, int) else None
         self._notes: list[str] = []
@@ -205,12 +242,16 @@ class StreamChoice:
 
         `state` returns all tensors that replays of a capture change, by name.
         """
-        if self._streams is None and dist.is_available() and dist.is_initialized():
+        has_group = dist.is_available() and dist.is_initialized()
+        if self._streams is None and has_group and not self._processes.are_many:
             self._streams = 1
-            self._notes.append("captured on one stream: processes of a group do not choose together")
+            self._notes.append("captured on one stream: the processes of the group do not vote here")
         captured = None
         if self._streams is None:
             captured, self._streams = self._chosen(capture, state)
+            if self._streams is None:
+                assert captured is not None
+                return captured
         self._backend.streams = self._streams
         if captured is None:
             captured = capture()
@@ -230,20 +271,27 @@ class StreamChoice:
         self,
         capture: Callable[[], CapturedStep[Any]],
         state: Callable[[CapturedStep[Any]], dict[str, Tensor]],
-    ) -> tuple[CapturedStep[Any] | None, int]:
-        """The number of streams, and the capture on them if its memory pool can be kept."""
+    ) -> tuple[CapturedStep[Any] | None, int | None]:
+        """The number of streams, and the capture on them if its memory pool can be kept.
+
+        If another process cannot capture the step, the number is None: what this one has captured is
+        released as soon as the processes have told each other.
+        """
         trials: list[_Trial] = []
         try:
             with setting(self._backend, records_flow=True):
-                one = self._try(1, capture)
-            trials.append(one)
+                one, _ = self._try(1, capture)
             flow, self._backend.flow = self._backend.flow, None
+            trials.append(one)
+            if one.has_failed_elsewhere:
+                return one.captured, None
             assert flow is not None
-            best = self._best(trials, streams_of(flow), capture, state)
+            candidates = self._processes.gather(streams_of(flow))[0]
+            best = self._best(trials, candidates, capture, state)
             for trial in trials:
                 if trial is not best:
                     trial.release()
-            if best.captured is not None and not best.captured.stay():
+            if not self._processes.all(best.captured is not None and best.captured.stay()):
                 best.release()
             self._barriers = best.barriers
             return best.captured, best.streams
@@ -274,18 +322,20 @@ class StreamChoice:
         allowed_bytes = self._auto.allowed_bytes(one.taken_bytes)
         for streams in candidates:
             # Checked before the trial: workspaces stay allocated after it.
-            if over := _over((streams - 1) * one.workspace_bytes, allowed_bytes):
+            more_bytes = (streams - 1) * one.workspace_bytes
+            if over := self._first(_over(more_bytes, allowed_bytes)):
                 left_out.append(f"{streams}: {over}")
                 continue
-            if self._backend.free_bytes() < one.graph_bytes + allowed_bytes + one.state_bytes:
+            needed_bytes = one.graph_bytes + allowed_bytes + one.state_bytes
+            if self._processes.any(self._backend.free_bytes() < needed_bytes):
                 one.release()  # if it is the fastest, it is captured again
-            try:
-                trial = self._try(streams, capture)
-            except (SentBackError, CaptureError) as error:
-                left_out.append(f"{streams}: {error}")
+            trial, failure = self._try(streams, capture)
+            if failure:
+                trial.release()
+                left_out.append(f"{streams}: {failure}")
                 break
             trials.append(trial)
-            over = _over(trial.taken_bytes - one.taken_bytes, allowed_bytes)
+            over = self._first(_over(trial.taken_bytes - one.taken_bytes, allowed_bytes))
             if not over:
                 self._measure(trial, state)
                 if trial.replay_ms is not None:
@@ -299,24 +349,51 @@ class StreamChoice:
         self._notes.append(_choice_note(best, trials, left_out))
         return best
 
-    def _try(self, streams: int, capture: Callable[[], CapturedStep[Any]]) -> _Trial:
+    def _first(self, mine: str) -> str:
+        """The reason of the first process that has one."""
+        return next(filter(None, self._processes.gather(mine)), "")
+
+    def _try(self, streams: int, capture: Callable[[], CapturedStep[Any]]) -> tuple[_Trial, str]:
+        """Capture on some streams, in all processes.
+
+        Returns:
+            The trial, and why it has failed on several streams, in any process; empty if it has not.
+
+        Raises:
+            Exception: that of the capture in this process, if it is on one stream, or of another kind.
+        """
         self._backend.streams = streams
         before_bytes = self._backend.graph_bytes()
-        with self._backend.apart():
-            captured = capture()
+        captured: CapturedStep[Any] | None = None
+        raised: Exception | None = None
+        try:
+            with self._backend.apart():
+                captured = capture()
+        except Exception as error:
+            raised = error
         graph_bytes = self._backend.graph_bytes() - before_bytes
         workspace_bytes = self._backend.workspace_bytes()
-        return _Trial(streams, captured, self._backend.barriers, graph_bytes, workspace_bytes)
+        trial = _Trial(streams, captured, self._backend.barriers, graph_bytes, workspace_bytes)
+        failures = self._processes.gather(None if raised is None else str(raised) or repr(raised))
+        if raised is not None and (
+            streams == 1 or not isinstance(raised, (SentBackError, CaptureError))
+        ):
+            raise raised
+        failure = next((each for each in failures if each is not None), "")
+        trial.has_failed_elsewhere = bool(failure) and raised is None
+        return trial, failure
 
     def _measure(self, trial: _Trial, state: Callable[[CapturedStep[Any]], dict[str, Tensor]]) -> None:
         """Measure replays, and undo what they change, if there is memory to keep it."""
         assert trial.captured is not None
         live = state(trial.captured)
         trial.state_bytes = sum(tensor.nbytes for tensor in live.values())
-        if trial.state_bytes > self._backend.free_bytes():
-            return
         rng_state = self._backend.rng_state()
-        copies = {name: tensor.detach().clone() for name, tensor in live.items()}
+        copies = None
+        if trial.state_bytes <= self._backend.free_bytes():
+            copies = _copies_of(live)
+        if not self._processes.all(copies is not None) or copies is None:
+            return
         try:
             with setting(_trials, under_way=True):
                 trial.replay_ms = self._replay_ms(trial.captured)
@@ -330,8 +407,10 @@ class StreamChoice:
 
     def _replay_ms(self, captured: CapturedStep[Any]) -> float:
         first_s = min(self._seconds(captured, 1) for _ in range(_FIRST_REPLAYS))
+        first_s = max(self._processes.gather(first_s))  # all replay as often: they wait for each other
         replays = max(1, min(_ROUND_REPLAYS, int(_ROUND_S / max(first_s, 1e-6))))
-        return 1e3 * min(self._seconds(captured, replays) for _ in range(_ROUNDS)) / replays
+        fastest_s = min(self._seconds(captured, replays) for _ in range(_ROUNDS))
+        return 1e3 * max(self._processes.gather(fastest_s)) / replays
 
     def _seconds(self, captured: CapturedStep[Any], replays: int) -> float:
         self._backend.synchronize()

@@ -28,6 +28,7 @@ from tests.distributed import (
     module_cases,
     sharded_cases,
     step_cases,
+    stream_cases,
     time_cases,
     unequal_cases,
 )
@@ -49,7 +50,14 @@ _IGNORED = (
     r".*no current CUDA context",
 )
 # Begin with their name.
-_OF_OTHER_NAMES = (evaluation_cases, module_cases, sharded_cases, step_cases, unequal_cases)
+_OF_OTHER_NAMES = (
+    evaluation_cases,
+    module_cases,
+    sharded_cases,
+    step_cases,
+    stream_cases,
+    unequal_cases,
+)
 _ROOT = str(Path(__file__).parents[2])
 _LOOK_EVERY_S = 0.05
 # What is noted once a process has been started, and how long it waits for the others.
