@@ -763,7 +763,8 @@ REMEDIES: dict[type[Net], str] = {
     KeepsFurtherDown: "Return the tensor from the step.*`on_train_batch_end`",
     CutsByChanceInAFunction: "Move an augmentation.*to `on_after_batch_transfer`",
     Grows: "changes `bank`.*Keep one size from the first step on.*docs/recipes/kept_tensors.md",
-    KeepsLosses: "changes `losses`.*If later steps read it, keep the last ones: a registered buffer",
+    KeepsLosses: "changes `losses`.*To keep what the step computes, return it.*"
+    "If later steps read it: the last one",
     SetsTheRate: "changes `param_groups[0]['lr']` of the.*Set it in `on_train_batch_start`, or let a",
     SetsTheDecay: "changes `param_groups[0]['weight_decay']` of the.*Set it in `on_train_batch_start`",
     CallsAScheduler: "use of `LRScheduler.step`.*Call it in `on_train_batch_start`",

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.errors import BatchError, CaptureError, see
+from lightning_cudagraph.errors import AskedFor, BatchError, CaptureError, see
 from lightning_cudagraph.tensors.layouts import empty_strided, extent, has_strides, with_lazy_signs
 from lightning_cudagraph.tensors.local import is_split
 
@@ -199,6 +199,13 @@ KEEP_GRADIENT = (
 )
 
 
+def retains_gradient(what: str) -> CaptureError:
+    """The error for a tensor that has a gradient which the one of a replay does not have."""
+    error = CaptureError(what, KEEP_GRADIENT)
+    error.subject = AskedFor("retain_grad")
+    return error
+
+
 def has_gradient(tensor: Tensor) -> bool:
     """True for a tensor with a gradient that a copy of it does not have."""
     return tensor.retains_grad or (tensor.is_leaf and tensor.grad is not None)
@@ -223,10 +230,9 @@ def refuse_odd_outputs(tree: Any, what: str) -> None:
                 "Return a list of tensors, or make the object in `on_train_batch_end`.",
             )
         if isinstance(leaf, Tensor) and leaf.retains_grad:
-            raise CaptureError(
+            raise retains_gradient(
                 f"{what}{path.removeprefix('batch')} retains its gradient (`retain_grad()`), which the"
-                " tensor that a replay returns does not have.",
-                KEEP_GRADIENT,
+                " tensor that a replay returns does not have."
             )
 
 

@@ -18,6 +18,7 @@ from lightning_cudagraph.device.refusals.takers import (
     ASKS_MASK,
     BRANCH,
     CHOOSES,
+    LACKS,
     LOOP,
     SKIPS,
     START,
@@ -45,6 +46,10 @@ _MASK_OF_A_LIBRARY = (
     "A library leaves a mask out by its values. If no batch has padding, pass none. Else override its"
     " `{}` in a subclass of yours, with the same code but for this branch: each step uses the mask."
     + see("attention_masks")
+)
+# A gradient of zero times infinity is not a number.
+_BOTH_FINITE = (
+    " Gradients come from both, so both must be finite: `n.clamp(min=1)` below a fraction bar."
 )
 # In place of a step that returns None behind a branch.
 SKIP = (
@@ -111,6 +116,13 @@ _READERS = (
         lambda function, file: file == "transformer.py",
         "Pass `is_causal=True` beside a causal mask, `is_causal=False` beside another one: without it,"
         " torch compares the mask's values." + see("attention_masks"),
+    ),
+    _Reader(
+        "torch/nn/modules/",
+        lambda function, file: file == "batchnorm.py",
+        "Pass a number as `momentum`, such as 0.1: with None, torch reads how many batches there were,"
+        " for the running mean and variance. What is trained does not depend on them."
+        + see("item_and_print"),
     ),
     # With padded batches it reads nothing.
     _Reader("torch/nn/modules/", lambda function, file: file == "rnn.py", PACKED[1]),
@@ -300,8 +312,8 @@ _USES = (
     _Use(
         "",
         lambda call, where: call.name == "__bool__" and _compares(where),
-        "Compare on the device: `x.clamp(min=1)` for `max(1, x)`, and `torch.maximum(x, y)` for two"
-        " tensors." + see("item_and_print"),
+        "Compare on the device: `x.clamp(min=1)` for `max(1, x)`, `x.clamp(max=9)` for `min(x, 9)`,"
+        " `torch.maximum(x, y)` for two tensors, and `x.max()` for `max(x)`." + see("item_and_print"),
     ),
     _Use(
         "",
@@ -322,9 +334,15 @@ _USES = (
     ),
     _Use(
         "",
+        lambda call, where: _decides(call, where) and branch(where) == LACKS,
+        "Return a tensor in each case, one that changes nothing in place of None, such as zero for a"
+        f" term: `torch.where(condition, 0, x)`.{_BOTH_FINITE}" + see("item_and_print"),
+    ),
+    _Use(
+        "",
         lambda call, where: _decides(call, where) and branch(where) == CHOOSES,
         "Compute both, and choose with `torch.where`: `torch.where(condition, a, b)`."
-        + see("item_and_print"),
+        f"{_BOTH_FINITE}" + see("item_and_print"),
     ),
     _Use(
         "",
