@@ -35,7 +35,7 @@ class Last(Loss):
     def of(self, loss: Tensor, x: Tensor, y: Tensor) -> Any:
         before = self.losses[-1] if self.losses else torch.ones_like(loss)
         self.losses.append(loss.detach())
-        return loss / before
+        return loss * before
 
 
 class LastMended(Loss):
@@ -44,7 +44,7 @@ class LastMended(Loss):
     def of(self, loss: Tensor, x: Tensor, y: Tensor) -> Any:
         before = torch.ones_like(loss) if self.last is None else self.last
         self.last = loss.detach()
-        return loss / before
+        return loss * before
 
 
 class LastFew(Loss):
@@ -73,7 +73,7 @@ class LastNumber(Last):
     def of(self, loss: Tensor, x: Tensor, y: Tensor) -> Any:
         before = self.losses[-1] if self.losses else 1.0
         self.losses.append(loss.item())  # type: ignore[arg-type]
-        return loss / before
+        return loss * before
 
 
 class States(Loss):

@@ -20,6 +20,7 @@ from lightning_cudagraph.device.refusals.takers import (
     CHOOSES,
     LACKS,
     LOOP,
+    RAISES,
     SKIPS,
     START,
     STOP,
@@ -50,6 +51,11 @@ _MASK_OF_A_LIBRARY = (
 # A gradient of zero times infinity is not a number.
 _BOTH_FINITE = (
     " Gradients come from both, so both must be finite: `n.clamp(min=1)` below a fraction bar."
+)
+_CHECK = (
+    "Leave the check out of the step; or count in a buffer how often it fails, `self.bad += (x >"
+    " 9).detach()`, and read the count now and then in `on_train_batch_end`, which runs on the host"
+    " after every step." + see("nan_checks")
 )
 # In place of a step that returns None behind a branch.
 SKIP = (
@@ -317,6 +323,11 @@ _USES = (
     ),
     _Use(
         "",
+        lambda call, where: _decides(call, where) and branch(where) == RAISES,
+        _CHECK,
+    ),
+    _Use(
+        "",
         lambda call, where: _decides(call, where) and branch(where) == SKIPS,
         SKIP,
     ),
@@ -447,11 +458,7 @@ def of_host_read(where: Location | None, words: Words) -> Words:
         return of_nan_check(where)
     what = words[0]
     if where.called is None and re.search(r"\bassert[ (]", where.source):
-        return what, (
-            "Leave the assertion out of the step; or count in a buffer how often it fails, and read the"
-            " count now and then in `on_train_batch_end`, which runs on the host after every step."
-            + see("nan_checks")
-        )
+        return what, _CHECK
     while where.called is not None:
         where = where.called
     if not where.path.startswith(_TORCH):

@@ -23,7 +23,7 @@ KEY, PLACE = "[key]", "[place] ="
 LOOP, BRANCH = "for", "if"
 # The kinds of branches.
 SKIPS, ASKS_MASK, CHOOSES, STOPS = "returns None", "asks a mask", "chooses", "stops the training"
-LACKS = "returns None to a caller that goes on"
+LACKS, RAISES = "returns None to a caller that goes on", "raises an error"
 
 LOGS = frozenset({"log", "log_dict"})
 _READ = ("int", "float", "bool", "item", "tolist", "unique", "unique_consecutive")
@@ -207,6 +207,8 @@ def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
         outcomes: list[ast.AST] = [*node.body, *node.orelse]
         if any(map(_stops_training, outcomes)):
             return STOPS
+        if any(isinstance(each, ast.Raise) for each in outcomes):
+            return RAISES
         skips = any(isinstance(each, ast.Return) and _is_none(each.value) for each in outcomes)
         if skips and (kind := _kind_of_function(_function_around(node, parents), parents)):
             return kind
@@ -226,12 +228,10 @@ def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
 
 def _kind_of_function(function: ast.AST, parents: _Parents) -> str:
     """The kind of a branch by which a function returns None; empty if its callers are not known."""
-    name = getattr(function, "name", "")
-    if name == "training_step":
+    if getattr(function, "name", "") == "training_step":
         return SKIPS
-    calls = (each for each in parents.calls.get(name, ()) if not isinstance(parents[each], ast.Return))
-    callers = {getattr(_function_around(each, parents), "name", "") for each in calls}
-    return LACKS if callers - {name} else ""
+    calls = _calls_of(function, parents)
+    return LACKS if any(not isinstance(parents[each], ast.Return) for each in calls) else ""
 
 
 def _stops_training(node: ast.AST) -> bool:
@@ -372,9 +372,11 @@ def _arguments(function: ast.FunctionDef, call: ast.Call, given: ast.AST) -> Ite
     return _loads(frozenset(names), ast.walk(function))
 
 
-def _calls_of(function: ast.AST, parents: _Parents) -> Iterable[ast.AST]:
+def _calls_of(function: ast.AST, parents: _Parents) -> list[ast.AST]:
+    """The calls of a function, but for those of one that it overrides."""
     name = getattr(function, "name", "")
-    return parents.calls.get(name, ())
+    calls = parents.calls.get(name, ())
+    return [each for each in calls if getattr(_function_around(each, parents), "name", "") != name]
 
 
 def _function_around(node: ast.AST, parents: _Parents) -> ast.AST:
