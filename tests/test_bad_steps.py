@@ -485,6 +485,38 @@ class LeavesOutABatch(Reads):
     def read(self, x: Tensor, y: Tensor) -> None: ...
 
 
+class PassesOnNone(LeavesOutABatch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self.loss_of(batch)
+        if found is None:
+            return None
+        return found
+
+    def loss_of(self, batch: Any) -> Any:
+        x, y = batch
+        if self.factor > 2:  # BAD
+            return None
+        return nn.functional.cross_entropy(self(x), y)
+
+
+class RaisesFurtherDown(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        if x.mean() > 9:  # BAD
+            raise ValueError("too large")
+
+
+class NumberAtLeastOne(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        x / max(1, y.sum().item())  # BAD
+
+
+class GrowsAsATuple(Reads):
+    last: Any = ()
+
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.last = (*self.last, x.mean().detach())[-8:]  # BAD
+
+
 class FlipsByChance(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         flips = random.random() < 0.5  # BAD
@@ -770,6 +802,10 @@ REMEDIES: dict[type[Net], str] = {
     CallsAScheduler: "use of `LRScheduler.step`.*Call it in `on_train_batch_start`",
     MaskCompared: "Always pass the mask.*docs/recipes/attention_masks.md",
     MaskOfAnotherName: "Always pass the mask.*docs/recipes/attention_masks.md",
+    PassesOnNone: "on a tensor.*Return the loss of every batch.*`optimizer.found_inf = self.skip`",
+    RaisesFurtherDown: "Leave the check out of the step; or count in a buffer",
+    NumberAtLeastOne: "`x.clamp(min=1)` for `max(1, x)`",
+    GrowsAsATuple: "Keep one size from the first step on: a registered buffer.*[self.kept[1:], new",
     LeavesOutABatch: "on a tensor.*Return the loss of every batch.*`optimizer.found_inf = self.skip`",
     FlipsByChance: "Move an augmentation.*`x = torch.where(torch.rand((), device=x.device) < p",
     Number: "use the tensor itself",

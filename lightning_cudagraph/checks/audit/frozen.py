@@ -53,8 +53,7 @@ _LAST = (
     "a registered buffer, with `self.kept.copy_(torch.cat([self.kept, new.detach()])[-len(self.kept):])`"
 )
 _LAST_OF_LIST = (
-    " If later steps read it: the last one as an attribute, `self.last = new.detach()`; the last few in"
-    " a registered buffer, with `self.kept.copy_(torch.cat([self.kept[1:], new.detach()[None]]))`."
+    "a registered buffer, with `self.kept.copy_(torch.cat([self.kept[1:], new.detach()[None]]))`"
 )
 
 
@@ -282,6 +281,12 @@ def _is_returnable(change: Moved, where: Location | None) -> bool:
     return isinstance(change.holder, MutableSequence) and (is_in_step or not _owner(change))
 
 
+def _is_longer(change: Moved) -> bool:
+    """True for an attribute with another number of tensors than before."""
+    both = all(isinstance(each, (list, tuple)) for each in (change.was, change.now))
+    return both and len(change.was) != len(change.now) and _holds_tensors([*change.now])
+
+
 def _is_resized(change: Moved) -> bool:
     both = isinstance(change.was, Tensor) and isinstance(change.now, Tensor)
     return both and change.was.shape != change.now.shape
@@ -340,6 +345,9 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     recipe = "counters"
     if change.label == "p" and is_dropout(change.holder):
         remedy, recipe = DRAW_THE_MASK, "changing_numbers"
+    elif _is_longer(change):
+        remedy = f"Keep one size from the first step on: {_LAST_OF_LIST}."
+        recipe = "kept_tensors"
     elif _is_state(change):
         remedy = (
             f"Keep a tuple, `self.{change.attribute} = tuple(...)`: its tensors go from replay to"
@@ -350,7 +358,10 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
         remedy = f"Keep one size from the first step on: {_LAST}."
         recipe = "kept_tensors"
     elif _is_returnable(change, where):
-        remedy = keep.strip() + _LAST_OF_LIST
+        remedy = (
+            f"{keep.strip()} If later steps read it: the last one as an attribute, `self.last ="
+            f" new.detach()`; the last few in {_LAST_OF_LIST}."
+        )
     elif _holds_tensors(change.now):
         remedy = _to_keep(change, keep)
         recipe = "forward_hooks"

@@ -317,7 +317,7 @@ _USES = (
     ),
     _Use(
         "",
-        lambda call, where: call.name == "__bool__" and _compares(where),
+        lambda call, where: call.name in ("__bool__", *_READS_ONE) and _compares(where),
         "Compare on the device: `x.clamp(min=1)` for `max(1, x)`, `x.clamp(max=9)` for `min(x, 9)`,"
         " `torch.maximum(x, y)` for two tensors, and `x.max()` for `max(x)`." + see("item_and_print"),
     ),

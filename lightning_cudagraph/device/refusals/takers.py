@@ -209,7 +209,7 @@ def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
             return STOPS
         if any(isinstance(each, ast.Raise) for each in outcomes):
             return RAISES
-        skips = any(isinstance(each, ast.Return) and _is_none(each.value) for each in outcomes)
+        skips = _returns_none(outcomes)
         if skips and (kind := _kind_of_function(_function_around(node, parents), parents)):
             return kind
         bound = [each for each in outcomes if isinstance(each, ast.Assign) and _is_none(each.value)]
@@ -230,8 +230,20 @@ def _kind_of_function(function: ast.AST, parents: _Parents) -> str:
     """The kind of a branch by which a function returns None; empty if its callers are not known."""
     if getattr(function, "name", "") == "training_step":
         return SKIPS
-    calls = _calls_of(function, parents)
-    return LACKS if any(not isinstance(parents[each], ast.Return) for each in calls) else ""
+    return "" if all(_passes_on_none(each, parents) for each in _calls_of(function, parents)) else LACKS
+
+
+def _passes_on_none(call: ast.AST, parents: _Parents) -> bool:
+    """True for a call whose caller returns None where the call does."""
+    above = parents[call]
+    bound = _bound(above.targets) if isinstance(above, ast.Assign) else frozenset()
+    branches = [each for each in ast.walk(_function_around(call, parents)) if isinstance(each, ast.If)]
+    behind = (each.body for each in branches if bound & _names([each.test]))
+    return isinstance(above, ast.Return) or any(map(_returns_none, behind))
+
+
+def _returns_none(statements: Iterable[ast.AST]) -> bool:
+    return any(isinstance(each, ast.Return) and _is_none(each.value) for each in statements)
 
 
 def _stops_training(node: ast.AST) -> bool:
