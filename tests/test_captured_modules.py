@@ -622,7 +622,7 @@ def test_what_no_graph_can_hold_is_eager(tmp_path: Path, accelerator: str) -> No
 
 
 @pytest.mark.spread
-@pytest.mark.parametrize("name", ["counts", "keeps"])
+@pytest.mark.parametrize("name", ["counts", "keeps", "retains"])
 def test_what_a_module_leaves_behind_is_to_happen_outside(
     tmp_path: Path, accelerator: str, name: str
 ) -> None:

@@ -194,8 +194,8 @@ def refuse_hidden_tensors(tree: Any, what: str) -> None:
 
 # What to do instead of `retain_grad()`.
 KEEP_GRADIENT = (
-    "Keep the gradient by a hook, `h.register_hook(lambda grad: setattr(self, 'grad_of_h', grad))`, and"
-    " read it in `on_train_batch_end`." + see("kept_tensors")
+    "Keep the gradient by a hook in its place, `h.register_hook(lambda grad: setattr(self, 'grad_of_h',"
+    " grad))`, and read it in `on_train_batch_end`." + see("kept_tensors")
 )
 
 

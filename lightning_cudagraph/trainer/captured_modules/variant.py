@@ -101,7 +101,9 @@ class ModulesRun:
             stack.enter_context(self._carried.inside(lambda: ""))
             yield
             if "retain_grad" in mentioned.users:
-                raise retains_gradient("The module calls `retain_grad()`.")
+                error = retains_gradient("The module calls `retain_grad()`.")
+                error.is_effect = True
+                raise error
 
 
 class Variant:
