@@ -216,6 +216,8 @@ def test_a_value_that_is_read_and_differs_in_each(
     assert_same(plain, graph)
     assert graph.counts.replayed < BATCHES
     assert f"`{path}`" in graph.counts.remedy
+    is_number = path == "batch['weight']"
+    assert ("(of float64 for the bits of a Python number" in graph.counts.remedy) == is_number
 
 
 @pytest.mark.spread
