@@ -37,6 +37,8 @@ def see(recipe: str) -> str:
     return f" See docs/recipes/{recipe}.md."
 
 
+# What a tensor needs to take the place of a Python number, bit for bit.
+AS_NUMBER = "of float64 for the bits of a Python number, and `.to(loss.dtype)` beside a loss"
 # In texts of objects without one of their own; another in each run, and of no use to the reader.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -66,6 +68,13 @@ class Location:
             return [text]
         called, *more = self.called.lines
         return [text, f"which comes to {called}", *more]
+
+
+@dataclass(frozen=True)
+class AskedFor:
+    """The subject of an error for what happens later than the user's line asks for it."""
+
+    name: str
 
 
 @dataclass(frozen=True)

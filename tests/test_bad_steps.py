@@ -485,6 +485,38 @@ class LeavesOutABatch(Reads):
     def read(self, x: Tensor, y: Tensor) -> None: ...
 
 
+class PassesOnNone(LeavesOutABatch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self.loss_of(batch)
+        if found is None:
+            return None
+        return found
+
+    def loss_of(self, batch: Any) -> Any:
+        x, y = batch
+        if self.factor > 2:  # BAD
+            return None
+        return nn.functional.cross_entropy(self(x), y)
+
+
+class RaisesFurtherDown(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        if x.mean() > 9:  # BAD
+            raise ValueError("too large")
+
+
+class NumberAtLeastOne(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        x / max(1, y.sum().item())  # BAD
+
+
+class GrowsAsATuple(Reads):
+    last: Any = ()
+
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.last = (*self.last, x.mean().detach())[-8:]  # BAD
+
+
 class FlipsByChance(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         flips = random.random() < 0.5  # BAD
@@ -763,12 +795,17 @@ REMEDIES: dict[type[Net], str] = {
     KeepsFurtherDown: "Return the tensor from the step.*`on_train_batch_end`",
     CutsByChanceInAFunction: "Move an augmentation.*to `on_after_batch_transfer`",
     Grows: "changes `bank`.*Keep one size from the first step on.*docs/recipes/kept_tensors.md",
-    KeepsLosses: "changes `losses`.*If later steps read it, keep the last ones: a registered buffer",
+    KeepsLosses: "changes `losses`.*To keep what the step computes, return it.*"
+    "If later steps read it: the last one",
     SetsTheRate: "changes `param_groups[0]['lr']` of the.*Set it in `on_train_batch_start`, or let a",
     SetsTheDecay: "changes `param_groups[0]['weight_decay']` of the.*Set it in `on_train_batch_start`",
     CallsAScheduler: "use of `LRScheduler.step`.*Call it in `on_train_batch_start`",
     MaskCompared: "Always pass the mask.*docs/recipes/attention_masks.md",
     MaskOfAnotherName: "Always pass the mask.*docs/recipes/attention_masks.md",
+    PassesOnNone: "on a tensor.*Return the loss of every batch.*`optimizer.found_inf = self.skip`",
+    RaisesFurtherDown: "Leave the check out of the step; or count in a buffer",
+    NumberAtLeastOne: "`x.clamp(min=1)` for `max(1, x)`",
+    GrowsAsATuple: "Keep one size from the first step on: a registered buffer.*[self.kept[1:], new",
     LeavesOutABatch: "on a tensor.*Return the loss of every batch.*`optimizer.found_inf = self.skip`",
     FlipsByChance: "Move an augmentation.*`x = torch.where(torch.rand((), device=x.device) < p",
     Number: "use the tensor itself",

@@ -621,6 +621,16 @@ def test_what_no_graph_can_hold_is_eager(tmp_path: Path, accelerator: str) -> No
     assert not run.module.gives.weight._backward_hooks
 
 
+@pytest.mark.spread
+@pytest.mark.parametrize("name", ["counts", "keeps", "retains"])
+def test_what_a_module_leaves_behind_is_to_happen_outside(
+    tmp_path: Path, accelerator: str, name: str
+) -> None:
+    callback = CUDAGraphCallback(scope="modules", modules=[name])
+    run = train(make(Writes), tmp_path, callback, accelerator=accelerator, raises=UnsupportedError)
+    assert "Remedy: Do it outside of the module, where all is eager: in the step" in str(run.error)
+
+
 @pytest.mark.parametrize("name", ["writes", "counts"])
 def test_what_no_graph_can_hold_is_refused(tmp_path: Path, accelerator: str, name: str) -> None:
     callback = CUDAGraphCallback(scope="modules", modules=[name])

@@ -14,10 +14,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.demos import boring_classes, lstm, transformer
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_cudagraph import CUDAGraphCallback
 from tests.harness import Trace, differences
 from tests.rows import became, row
 
@@ -136,6 +138,130 @@ def test_a_classifier_with_adam(tmp_path: Path, accelerator: str) -> None:
     became(done.graph, replayed=4 * 64 - 3)
     assert done.graph.trainer is not None
     assert done.graph.trainer.callback_metrics["validate_accuracy"] > 0.9
+
+
+class AutoEncoder(pl.LightningModule):
+    """As in Lightning's examples: hyperparameters, helpers of the step, a callback that samples."""
+
+    def __init__(self, hidden: int = 8, learning_rate: float = 1e-2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.encoder = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+        self.decoder = nn.Sequential(nn.Linear(3, hidden), nn.ReLU(), nn.Linear(hidden, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))  # type: ignore[no-any-return]
+
+    def _common_step(self, batch: Any, stage: str) -> Tensor:
+        x, _ = batch
+        x = x.view(x.size(0), -1)
+        loss = nn.functional.mse_loss(x, self(x))
+        self.log(f"{stage}_loss", loss, on_step=True)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._common_step(batch, "train")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._common_step(batch, "val")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"])
+
+
+class Sampler(Callback):
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.eval()
+            pl_module.decoder(torch.rand(4, 3, device=pl_module.device))
+            pl_module.train()
+
+
+class ImageClassifier(pl.LightningModule):
+    def __init__(self, backbone: nn.Module | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["backbone"])
+        self.features = backbone or nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten())
+        self.head = nn.Sequential(nn.Dropout(0.25), nn.Linear(144, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.log_softmax(self.head(self.features(x)), dim=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.nll_loss(self(x), y.long())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adadelta(self.parameters(), lr=1.0)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)]
+
+
+class TransferLearning(ImageClassifier):
+    """A backbone whose end is trained from the second epoch on, and all of it from the third."""
+
+    def __init__(self) -> None:
+        first, last = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 9, 3)
+        super().__init__(nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(), last, nn.Flatten()))
+        self.accuracy = MulticlassAccuracy(num_classes=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        self.log("train_acc", self.accuracy(logits, y), prog_bar=True)
+        return nn.functional.cross_entropy(logits, y)
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.Adam(trained, lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.1)]
+
+
+class Milestones(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.features, train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        parts = {1: pl_module.features[-2:], 2: pl_module.features[:-2]}
+        if epoch in parts:
+            self.unfreeze_and_add_param_group(parts[epoch], optimizer, train_bn=False)
+
+
+# By name: the module, its callback, the captures in four epochs.
+PUBLISHED: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], Callback], int]] = {
+    "autoencoder": (AutoEncoder, Sampler, 1),
+    "image classifier": (ImageClassifier, Callback, 1),
+    "fine-tuning": (TransferLearning, Milestones, 3),
+}
+
+
+@pytest.mark.spread
+@pytest.mark.filterwarnings("ignore:You (passed in|defined) a `val")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_shapes_of_published_examples(tmp_path: Path, accelerator: str, name: str) -> None:
+    """The doctor finds nothing, and a fit is the same."""
+    build, make_callback, captures = PUBLISHED[name]
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.rand(64, 1, 8, 8, generator=generator), torch.randint(4, (64,), generator=generator)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+
+    def fit(trainer: pl.Trainer, module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        trainer.fit(module, data, data)
+
+    trainer = pl.Trainer(accelerator=accelerator, devices=1, logger=False, callbacks=[make_callback()])
+    report = CUDAGraphCallback().check(build(), data, trainer)
+    assert report.findings == ()
+    assert report.is_captured
+    done = row(
+        tmp_path,
+        accelerator,
+        build,
+        lambda folder: {"callbacks": (make_callback(),)},
+        fit=fit,
+        max_epochs=4,
+        checkpoint_every=0,
+    )
+    assert done.graph.counts.captures == captures
+    assert done.graph.counts.replayed == 32 - 3 * captures
 
 
 def test_a_manual_boring_model(tmp_path: Path, accelerator: str) -> None:

@@ -66,49 +66,77 @@ class Planted(Net):
         wrong = (losses > 9).nonzero()  # FIND nonzero
         self.log("seconds", time.time())  # FIND clock
         total = float(losses.detach().sum())  # FIND float
-        return loss + 0 * (highest + noise + factor + len(parts) + len(wrong) + total)
+        loss = loss * (1 + 0.1 * noise + 0.1 * factor)
+        return loss + 0 * (highest + len(parts) + len(wrong) + total)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.head.weight.grad.norm() > 1e9:  # FIND hook
             raise ValueError("the gradient explodes")
 
 
+# Parts of the remedies, by what is planted.
+HAND_OVER = "written with `copy_` or `fill_`"
+AS_NUMBER = "of float64 for the bits of a Python number, and `.to(loss.dtype)` beside a loss"
+DRAW = f"or in `on_train_batch_start` into a registered buffer ({AS_NUMBER})"
+REMEDIES = {
+    "item": "use the tensor itself, to compute (`.detach()` of it)",
+    "mask": "`torch.where(mask, x, 0)`",
+    "print": "Do it in `on_train_batch_end`",
+    "branch": "`torch.where(condition, a, b)`",
+    "numpy": DRAW,
+    "random": DRAW,
+    "counter": "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`",
+    "list": "return it, and take it from the outputs in `on_train_batch_end`",
+    "moving number": f"{HAND_OVER} in a hook that runs on the host",
+    "batch_idx": f"{HAND_OVER} ({AS_NUMBER})",
+    "global_step": f"{HAND_OVER} ({AS_NUMBER})",
+    "list of tensors": "Use `torch.stack`",
+    "nonzero": "Use a form with a fixed size",
+    "clock": "Read the clock in `on_train_batch_end`, which runs on the host after every step, and log",
+    "float": "use the tensor itself, to compute (`.detach()` of it)",
+    "hook": "count in a buffer how often it fails",
+}
+
+
 class Mended(Net):
-    """The same with the remedy of each finding applied."""
+    """The same with the remedy of each finding applied: it trains to the same bits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
         self.losses: list[Tensor] = []
-        for name in ("weight", "batch_factor", "step_factor"):
-            self.register_buffer(name, torch.ones(()))
-        self.register_buffer("exploded", torch.tensor(False))
+        self.generator = np.random.default_rng(0)
+        for name in ("weight", "batch_factor", "step_factor", "noise", "factor"):
+            self.register_buffer(name, torch.ones((), dtype=torch.float64))
+        self.register_buffer("exploded", torch.tensor(0))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.calls += 1  # MENDED counter
         self.weight.fill_(1.0 / (1 + batch_idx))  # MENDED moving number
         self.batch_factor.fill_(1 + batch_idx)  # MENDED batch_idx
         self.step_factor.fill_(1 + self.global_step)  # MENDED global_step
+        self.noise.fill_(self.generator.random())  # MENDED numpy
+        self.factor.fill_(random.random())  # MENDED random
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         losses = nn.functional.cross_entropy(self(x), y, reduction="none")
-        highest = losses.max()  # MENDED item
+        highest = losses.detach().max()  # MENDED item
         kept = torch.where(losses < 1e9, losses, 0)  # MENDED mask
         loss = kept.mean()
         seen = loss.detach()
         loss = torch.where(loss > 1e9, loss * 0, loss)  # MENDED branch
-        noise = torch.rand((), device=x.device)  # MENDED numpy
-        factor = torch.rand((), device=x.device)  # MENDED random
-        loss = loss * self.weight * self.batch_factor * self.step_factor
+        for number in (self.weight, self.batch_factor, self.step_factor):
+            loss = loss * number.to(loss.dtype)
         parts = torch.stack([loss.detach(), losses.detach().sum()])  # MENDED list of tensors
         wrong = torch.where(losses > 9, 1, 0)  # MENDED nonzero
         total = losses.detach().sum()  # MENDED float
-        loss = loss + 0 * (highest + noise + factor + len(parts) + wrong.sum() + total)
+        loss = loss * (1 + 0.1 * self.noise + 0.1 * self.factor).to(loss.dtype)
+        loss = loss + 0 * (highest + len(parts) + wrong.sum() + total)
         return {"loss": loss, "seen": seen}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.exploded.logical_or_(self.head.weight.grad.norm() > 1e9)  # MENDED hook
+        self.exploded += self.head.weight.grad.norm() > 1e9  # MENDED hook
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         print(outputs["seen"])  # MENDED print
@@ -144,7 +172,7 @@ def test_all_that_is_planted_is_found_in_one_run(accelerator: str) -> None:
         assert finding.location is not None, finding
         assert finding.location.path == str(HERE)
         assert finding.location.source in HERE.read_text()
-        assert finding.remedy
+        assert REMEDIES[planted[finding.location.line]] in finding.remedy
         assert finding.in_optimizer == (planted[finding.location.line] == "hook")
     assert len(report.findings) == 16
     assert not report.is_captured
@@ -156,7 +184,7 @@ def test_all_that_is_planted_is_found_in_one_run(accelerator: str) -> None:
 
 
 def test_remedies_work_when_they_are_applied(tmp_path: Path, accelerator: str) -> None:
-    assert sorted(_planted().values()) == sorted(_planted("MENDED").values())
+    assert sorted(_planted().values()) == sorted(_planted("MENDED").values()) == sorted(REMEDIES)
     report = CUDAGraphCallback().check(make(Mended), loader(), _trainer(accelerator))
     assert report.findings == ()
     assert report.is_captured
@@ -169,6 +197,9 @@ def test_remedies_work_when_they_are_applied(tmp_path: Path, accelerator: str) -
         assert trace.module.calls == len(trace.module.losses) == 24
     ours, theirs = ((trace.module.state_dict(), trace.module.losses) for trace in (graph, plain))
     assert not differences([*theirs], [*ours])
+    planted = train(make(Planted), tmp_path / "planted", accelerator=accelerator)
+    weights, others = (dict(trace.module.named_parameters()) for trace in (planted, graph))  # type: ignore[union-attr]
+    assert not differences(weights, others)
 
 
 class Three(Net):

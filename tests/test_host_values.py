@@ -120,7 +120,13 @@ def catches(loss: Tensor, batch: Any) -> Tensor:
 
 
 def returns(loss: Tensor, batch: Any) -> Any:
-    return {"loss": loss, "id": batch["id"]}
+    """Values of all types, among others."""
+    names = ("names", "path", "id", "weight", "task")
+    return {"loss": loss, "of": [loss.detach(), *(batch[name] for name in names)]}
+
+
+def returns_a_part(loss: Tensor, batch: Any) -> Any:
+    return {"loss": loss, "id": 1 + batch["id"]}
 
 
 class Joining(Reads):
@@ -154,6 +160,21 @@ def test_values_that_the_step_does_not_read(tmp_path: Path, accelerator: str) ->
 
 
 @pytest.mark.filterwarnings(SIZE)
+@pytest.mark.spread
+@pytest.mark.parametrize("window", [1, 2])
+def test_values_that_the_step_returns_are_those_of_each_batch(
+    tmp_path: Path, accelerator: str, window: int
+) -> None:
+    plain, graph = both(tmp_path, accelerator, returns, accumulate_grad_batches=window)
+    assert_same(plain, graph)
+    assert graph.counts.captures == window
+    assert graph.counts.replayed == 2 * BATCHES - WARMUP * window
+    returned = [step["outputs"]["of"] for step in graph.steps]
+    assert [of[1][0] for of in returned] == 2 * [f"{index}_0.png" for index in range(BATCHES)]
+    assert {tuple(map(type, of[2:])) for of in returned} == {(PurePosixPath, int, float, str)}
+
+
+@pytest.mark.filterwarnings(SIZE)
 def test_the_graph_is_one_of_a_step_with_the_values_themselves(tmp_path: Path, accelerator: str) -> None:
     """In place, `tensor *= number` is another op than with an object of an unknown class."""
     plain, graph = both(tmp_path, accelerator, scales_in_place)
@@ -184,7 +205,7 @@ def test_a_value_that_is_read_has_a_graph_for_each(
         (multiplies_from_the_left, "1 + batch['id']"),
         (joins, "batch['names'][0]"),
         (fills, "batch['id']"),
-        (returns, "batch['id']"),
+        (returns_a_part, "1 + batch['id']"),
     ],
     ids=lambda case: getattr(case, "__name__", ""),
 )
@@ -195,6 +216,8 @@ def test_a_value_that_is_read_and_differs_in_each(
     assert_same(plain, graph)
     assert graph.counts.replayed < BATCHES
     assert f"`{path}`" in graph.counts.remedy
+    is_number = path == "batch['weight']"
+    assert ("(of float64 for the bits of a Python number" in graph.counts.remedy) == is_number
 
 
 @pytest.mark.spread
@@ -368,3 +391,43 @@ def test_values_that_a_step_returns(accelerator: str) -> None:
             assert type(returned["name"]) is str
             assert type(returned["k"]) is int
         assert graphed.summary.calls.replayed > 0
+
+
+class ReturnsByHand(Reads):
+    """Manual optimization, and predictions with the names beside them."""
+
+    def __init__(self) -> None:
+        super().__init__(returns)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(outputs["loss"])
+        optimizer.step()
+        return {"loss": outputs["loss"].detach(), "of": outputs["of"]}
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch["x"]), batch["names"], batch["id"]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+@pytest.mark.filterwarnings(SIZE)
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+def test_values_that_steps_of_manual_optimization_and_of_prediction_return(
+    tmp_path: Path, accelerator: str
+) -> None:
+    traces, predicted = [], []
+    for name, ours in (("plain", None), ("graph", CUDAGraphCallback(evaluation=True))):
+        kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 2}
+        traces.append(train(make(ReturnsByHand), tmp_path / name, ours, train_loader=data(), **kwargs))
+        if ours is not None:
+            assert traces[1].counts.replayed == 2 * BATCHES - WARMUP
+        predicted.append(traces[-1].trainer.predict(traces[-1].module, data()))  # type: ignore[union-attr]
+    assert_same(*traces)
+    assert not differences(*predicted)
+    (stage,) = traces[1].summary.stages.values()
+    assert stage.replayed == BATCHES - WARMUP

@@ -27,7 +27,7 @@ from torch.distributions import Distribution
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, UnsupportedError
-from tests.harness import Trace, assert_same, make, train
+from tests.harness import Trace, assert_same, differences, make, train
 
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
 PAGES = sorted(path for path in RECIPES.glob("*.md") if path.stem != "index")
@@ -183,6 +183,14 @@ def test_a_number_logged_before_the_step_is_that_of_the_step(tmp_path: Path) -> 
     assert rates == _column(refused, "lr")
     assert steps == [float(step) for step in range(10)]
     assert len(set(rates)) == len(steps)
+
+
+def test_a_tensor_in_place_of_a_number_has_its_bits(tmp_path: Path) -> None:
+    page = RECIPES / "python_numbers.md"
+    _, plain = run(page, "Slow", tmp_path / "plain", graphs=False)
+    _, works = run(page, "Works", tmp_path / "graphs", graphs=True)
+    of_numbers, of_tensors = (dict(each.module.named_parameters()) for each in (plain, works))
+    assert not differences(of_numbers, of_tensors)
 
 
 def test_layers_of_two_directions_are_those_of_packed_sequences() -> None:

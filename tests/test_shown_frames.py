@@ -173,7 +173,7 @@ READS: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "a deep copy": (lambda x: copy.deepcopy(x), "Use `clone`"),
     "math": (lambda x: math.exp(x.sum()), "Keep the value on the device"),
     "a branch": (_branch, "Compute both, and choose with `torch.where"),
-    "an assertion": (_plain_check, "Leave the assertion out of the step"),
+    "an assertion": (_plain_check, "Leave the check out of the step"),
     "torch": (lambda x: F.gaussian_nll_loss(x, x, x.exp()), "`gaussian_nll_loss` of torch reads"),
     "a module of torch": (lambda x: nn.GaussianNLLLoss()(x, x, x.exp()), "`gaussian_nll_loss` of torch"),
     "a check of torch": (

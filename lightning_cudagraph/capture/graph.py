@@ -16,9 +16,8 @@ from lightning_cudagraph.capture.graph_breaks import GraphBreak
 from lightning_cudagraph.checks.audit.frozen import one_audit
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.device.backend import Backend, Graph
-from lightning_cudagraph.device.refusals.first_refusal import AskedFor
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
-from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.errors import AskedFor, CaptureError
 from lightning_cudagraph.tensors.external_references import (
     ExternalReferences,
     Gradients,

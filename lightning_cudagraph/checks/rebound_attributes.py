@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.checks.walk.host_objects import VALUES
 from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.errors import CaptureError, see
-from lightning_cudagraph.tensors.batch import KEEP_GRADIENT, copied_leaf, has_gradient
+from lightning_cudagraph.tensors.batch import copied_leaf, has_gradient, retains_gradient
 from lightning_cudagraph.tensors.layouts import alignment_bytes, extent, has_strides, without_repeats
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 from lightning_cudagraph.tensors.writes import storage_id
@@ -190,10 +190,9 @@ class _Carried:
         if any(storage_id(tensor) in outlive for tensor in tensors):
             return None
         if any(map(has_gradient, tensors)):
-            raise CaptureError(
+            raise retains_gradient(
                 f"The training step keeps a tensor in `{self.name}` of {self.of} with a gradient"
-                " (`retain_grad()`), which the tensor that a replay leaves there does not have.",
-                KEEP_GRADIENT,
+                " (`retain_grad()`), which the tensor that a replay leaves there does not have."
             )
         self.is_set = True
         return tensors

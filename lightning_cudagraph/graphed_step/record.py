@@ -29,6 +29,7 @@ from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.surroundings import PlainLoop
 from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.tensors.batch import compared_outputs, map_leaves, refuse_odd_outputs
+from lightning_cudagraph.tensors.host_values import held
 
 _ALONE = "a function that works on no `DistributedDataParallel`"
 _PASS_IT = (
@@ -78,7 +79,7 @@ class StepResult:
     host_notes: list[Callable[[], object]]
 
     def values(self) -> dict[str, Tensor]:
-        named = compared_outputs(self.returned, "the output")
+        named = compared_outputs(map_leaves(self.returned, held), "the output")
         for name, parameter in self.gradients.items():
             if parameter.grad is not None:
                 named[f"the gradient of `{name}`"] = parameter.grad
@@ -245,7 +246,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else held(leaf)
 
 
 def copied(tree: Any) -> Any:

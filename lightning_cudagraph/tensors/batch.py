@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.errors import BatchError, CaptureError, see
+from lightning_cudagraph.errors import AskedFor, BatchError, CaptureError, see
 from lightning_cudagraph.tensors.layouts import empty_strided, extent, has_strides, with_lazy_signs
 from lightning_cudagraph.tensors.local import is_split
 
@@ -194,9 +194,16 @@ def refuse_hidden_tensors(tree: Any, what: str) -> None:
 
 # What to do instead of `retain_grad()`.
 KEEP_GRADIENT = (
-    "Keep the gradient by a hook, `h.register_hook(lambda grad: setattr(self, 'grad_of_h', grad))`, and"
-    " read it in `on_train_batch_end`." + see("kept_tensors")
+    "Keep the gradient by a hook in its place, `h.register_hook(lambda grad: setattr(self, 'grad_of_h',"
+    " grad))`, and read it in `on_train_batch_end`." + see("kept_tensors")
 )
+
+
+def retains_gradient(what: str) -> CaptureError:
+    """The error for a tensor that has a gradient which the one of a replay does not have."""
+    error = CaptureError(what, KEEP_GRADIENT)
+    error.subject = AskedFor("retain_grad")
+    return error
 
 
 def has_gradient(tensor: Tensor) -> bool:
@@ -223,10 +230,9 @@ def refuse_odd_outputs(tree: Any, what: str) -> None:
                 "Return a list of tensors, or make the object in `on_train_batch_end`.",
             )
         if isinstance(leaf, Tensor) and leaf.retains_grad:
-            raise CaptureError(
+            raise retains_gradient(
                 f"{what}{path.removeprefix('batch')} retains its gradient (`retain_grad()`), which the"
-                " tensor that a replay returns does not have.",
-                KEEP_GRADIENT,
+                " tensor that a replay returns does not have."
             )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.errors import BatchError, see
+from lightning_cudagraph.errors import AS_NUMBER, BatchError, see
 from lightning_cudagraph.tensors.batch import (
     PLAIN,
     comparable,
@@ -30,7 +30,7 @@ from lightning_cudagraph.tensors.layouts import alignment_bytes
 
 _INSTEAD_OF_VALUES = (
     "What the step reads of numbers and texts has a graph for each value: let there be few, or pass a"
-    " tensor (of float64 for the bits of a Python number)."
+    f" tensor ({AS_NUMBER})."
 )
 # A path, what counts of its value in words, and the type and a form of it.
 _Counted = tuple[str, str, tuple[Any, ...]]

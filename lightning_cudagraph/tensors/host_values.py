@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lightning_cudagraph.errors import Location, without_addresses
-from lightning_cudagraph.tensors.batch import comparable
+from lightning_cudagraph.tensors.batch import comparable, copied_leaf
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,6 +67,8 @@ class HostValue:
     type: C code would read a string or a number without a call. C code that insists on the type itself
     raises a `TypeError`.
     """
+
+    _is_of_batch = False  # a leaf of a static batch, which has the value of each replay
 
     def __new__(cls, value: Any, *args: Any) -> Self:
         of_kind: Any = _with_operations
@@ -167,6 +169,16 @@ def value_of(value: Any) -> Any:
 def held(value: Any) -> Any:
     """The value of a `HostValue`, without a read by the step; any other as it is."""
     return value._value if isinstance(value, HostValue) else value
+
+
+def as_output(leaf: Any) -> Any:
+    """A leaf that a captured step returns: one of the batch as it is, unread; another one is read."""
+    return leaf if isinstance(leaf, HostValue) and leaf._is_of_batch else value_of(leaf)
+
+
+def copied_output(leaf: Any) -> Any:
+    """A copy of a leaf of the output of a replay, with the value of its batch."""
+    return copied_leaf(held(leaf))
 
 
 def hold(own: HostValue, value: Any) -> None:
@@ -344,10 +356,14 @@ class HostReads:
             HostReads.captures -= 1
 
     def noting(self, path: str, value: Any) -> HostValue:
+        """A `HostValue` for a leaf of a static batch."""
         whole = HostRead(path, path, _itself)
         if type(value) is int:
-            return self._number(whole, value, self._note, lambda read: False)
-        return HostValue(value, lambda: self._note(whole))
+            leaf = self._number(whole, value, self._note, lambda read: False)
+        else:
+            leaf = HostValue(value, lambda: self._note(whole))
+        leaf._is_of_batch = True
+        return leaf
 
     def beside_batch(
         self,

@@ -32,11 +32,10 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import CaptureError, Wording
 from lightning_cudagraph.tensors.batch import (
     compared_outputs,
-    copied_leaf,
     map_leaves,
     refuse_odd_outputs,
 )
-from lightning_cudagraph.tensors.host_values import value_of
+from lightning_cudagraph.tensors.host_values import as_output, copied_output, held
 from lightning_cudagraph.tensors.recomputed import Recomputed
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.trainer.common.captured_run import CapturedRun, gradient_of
@@ -72,7 +71,7 @@ class _Outputs:
     recomputed: list[Recomputed]
 
     def values(self) -> dict[str, Tensor]:
-        return {**self.logs.values(), **compared_outputs(self.returned, self.what)}
+        return {**self.logs.values(), **compared_outputs(map_leaves(self.returned, held), self.what)}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -132,7 +131,7 @@ class EvaluationStep(Step[_Outputs]):
         if isinstance(leaf, Later):
             leaf.refuse()
         if not isinstance(leaf, Tensor):
-            return value_of(leaf)
+            return as_output(leaf)
         if leaf.requires_grad and leaf.grad_fn is not None:
             raise CaptureError(
                 f"The output of `{self.name}` holds a tensor with autograd's graph of one step,"
@@ -260,7 +259,7 @@ class GraphedEvaluation:
         outputs.logs.hand_over(self._trainer)
         run.metrics.state.count_references()
         # Copies: Lightning keeps predictions, and the next replay overwrites static outputs.
-        return map_leaves(outputs.returned, copied_leaf)
+        return map_leaves(outputs.returned, copied_output)
 
 
 def wording_of(stage: Stage) -> Wording:

@@ -15,7 +15,7 @@ from typing import Any, Generic
 
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.steps import AccumulationPhase, T
-from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.errors import AS_NUMBER, UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.buckets import best_lengths
 
@@ -188,7 +188,8 @@ class Admission(Generic[T]):
         least = "more than " if number >= _MAX_COUNTED else ""
         if dimension is None:
             where = self._graphs.reads.described(path)
-            return f"`{path}`{where} has {least}{number} values; pass it as a tensor"
+            kind = f" ({AS_NUMBER})" if any(value[0] is float for value in found) else ""
+            return f"`{path}`{where} has {least}{number} values; pass it as a tensor{kind}"
         most = self._run.settings.max_graphs
         # Fewer lengths than graphs can be too many too, if they come seldom or something else varies.
         *chosen, longest = best_lengths(found, most if number > most else number // 2)

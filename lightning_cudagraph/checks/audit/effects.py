@@ -32,9 +32,9 @@ from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved
 from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.device.lines.user_lines import is_users
-from lightning_cudagraph.device.refusals.first_refusal import AskedFor, is_of_receiver, located, refuse
+from lightning_cudagraph.device.refusals.first_refusal import is_of_receiver, located, refuse
 from lightning_cudagraph.device.sentry.own_modes import not_compiled
-from lightning_cudagraph.errors import CaptureError, StaleGraphError
+from lightning_cudagraph.errors import AskedFor, CaptureError, StaleGraphError
 from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.tensors.static import BatchChange
 

@@ -23,7 +23,7 @@ from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance, f
 from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, nearest_line
 from lightning_cudagraph.checks.audit.read_remedies import remedy_of_number
 from lightning_cudagraph.checks.guards.remedies import DRAW_THE_MASK, is_dropout
-from lightning_cudagraph.checks.walk.host_objects import VALUES, attributes_of, is_users_class
+from lightning_cudagraph.checks.walk.host_objects import UNSET, VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
@@ -37,7 +37,7 @@ from lightning_cudagraph.device.refusals.first_refusal import (
     refuse,
 )
 from lightning_cudagraph.device.refusals.host_reads import of_library
-from lightning_cudagraph.device.refusals.takers import of_draw, takers
+from lightning_cudagraph.device.refusals.takers import is_called, of_draw, takers
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of
@@ -51,6 +51,9 @@ _HOST_HOOK = (
 )
 _LAST = (
     "a registered buffer, with `self.kept.copy_(torch.cat([self.kept, new.detach()])[-len(self.kept):])`"
+)
+_LAST_OF_LIST = (
+    "a registered buffer, with `self.kept.copy_(torch.cat([self.kept[1:], new.detach()[None]]))`"
 )
 
 
@@ -262,14 +265,26 @@ def _holds_tensors(value: Any) -> bool:
     return any(isinstance(each, Tensor) for each in values)
 
 
-def _is_list_of_tensors(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, Tensor) for each in value)
+def _is_state(change: Moved) -> bool:
+    """True for a list of tensors that is another one in each step, or has others in their places."""
+    if isinstance(change.holder, list):
+        return change.was is not UNSET and isinstance(change.now, Tensor) and bool(_owner(change))
+    is_list = isinstance(change.now, list) and all(isinstance(each, Tensor) for each in change.now)
+    return is_list and isinstance(change.holder, nn.Module)
 
 
 def _is_returnable(change: Moved, where: Location | None) -> bool:
-    """True for a tensor that the step itself appends to a list: it can return it."""
-    is_in_step = where is not None and where.function == "training_step"
+    """True for a tensor or a float that the step itself appends to a list: it can return it."""
+    if not (_holds_tensors(change.now) or type(change.now) is float):
+        return False
+    is_in_step = where is not None and (where.function == "training_step" or is_called(where))
     return isinstance(change.holder, MutableSequence) and (is_in_step or not _owner(change))
+
+
+def _is_longer(change: Moved) -> bool:
+    """True for an attribute with another number of tensors than before."""
+    both = all(isinstance(each, (list, tuple)) for each in (change.was, change.now))
+    return both and len(change.was) != len(change.now) and _holds_tensors([*change.now])
 
 
 def _is_resized(change: Moved) -> bool:
@@ -330,16 +345,23 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     recipe = "counters"
     if change.label == "p" and is_dropout(change.holder):
         remedy, recipe = DRAW_THE_MASK, "changing_numbers"
-    elif _is_list_of_tensors(change.now) and isinstance(change.holder, nn.Module):
+    elif _is_longer(change):
+        remedy = f"Keep one size from the first step on: {_LAST_OF_LIST}."
+        recipe = "kept_tensors"
+    elif _is_state(change):
         remedy = (
-            f"Keep a tuple, `self.{change.label} = tuple(...)`: its tensors go from replay to replay."
+            f"Keep a tuple, `self.{change.attribute} = tuple(...)`: its tensors go from replay to"
+            " replay."
         )
         recipe = "kept_tensors"
     elif _is_resized(change):
         remedy = f"Keep one size from the first step on: {_LAST}."
         recipe = "kept_tensors"
-    elif _holds_tensors(change.now) and _is_returnable(change, where):
-        remedy += f" If later steps read it, keep the last ones: {_LAST}."
+    elif _is_returnable(change, where):
+        remedy = (
+            f"{keep.strip()} If later steps read it: the last one as an attribute, `self.last ="
+            f" new.detach()`; the last few in {_LAST_OF_LIST}."
+        )
     elif _holds_tensors(change.now):
         remedy = _to_keep(change, keep)
         recipe = "forward_hooks"

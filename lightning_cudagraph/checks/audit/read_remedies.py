@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from lightning_cudagraph.errors import Location
+from lightning_cudagraph.errors import AS_NUMBER, Location
 
 _AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step"
 
@@ -37,8 +37,8 @@ OF_CLOCKS = Remedy(
 _LOG = Remedy("Log it in `on_train_batch_start`: the value there is that of this step.", "logged_values")
 _COMPUTE = Remedy(
     "Compute with it in a hook that runs on the host at every step, such as `on_train_batch_start`, and"
-    " hand the result to the step in a registered buffer, written with `copy_` or `fill_` (of float64"
-    " for the bits of a Python number).",
+    " hand the result to the step in a registered buffer, written with `copy_` or `fill_`"
+    f" ({AS_NUMBER}).",
     "changing_numbers",
 )
 _CHOOSE = Remedy(f"{_COMPUTE.text} Use `torch.where` instead of `if`.", _COMPUTE.recipe)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.checks.walk.host_objects import UNSET
 from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.device.refusals.takers import BRANCH, instead_of, takers
-from lightning_cudagraph.errors import Location, see
+from lightning_cudagraph.errors import AS_NUMBER, Location, see
 
 _BUFFER = "Hand it to the step in a registered buffer, written with `fill_` in `on_train_batch_start`. "
 _FLAG = (
@@ -30,9 +30,9 @@ _COMPARE = (
 )
 _HAND_OVER = (
     "Hand it to the step in a registered buffer, written with `copy_` or `fill_` in a hook that runs on"
-    " the host at every step, such as `on_train_batch_start` (of float64 for the bits of a Python"
-    " number); or keep it constant. If the step itself sets it, let it keep the tensor: `self.last ="
-    " loss.detach()`." + see("changing_numbers")
+    f" the host at every step, such as `on_train_batch_start` ({AS_NUMBER}); or keep it constant. If the"
+    " step itself sets it, let it keep the tensor: `self.last = loss.detach()`."
+    + see("changing_numbers")
 )
 _WRITE_INTO_IT = (
     "Keep the tensor, best as a registered buffer, and write into it with `copy_` or `fill_`."

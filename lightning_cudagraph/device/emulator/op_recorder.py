@@ -15,11 +15,12 @@ from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, Re
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.kept_memory import KeptMemory
 from lightning_cudagraph.device.lines.user_lines import user_location
-from lightning_cudagraph.device.refusals.first_refusal import AskedFor, forbid
+from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.device.refusals.forbidden_ops import STORAGE
 from lightning_cudagraph.device.sentry.collectives import is_collective, only_wraps, returned_unrun
 from lightning_cudagraph.device.sentry.sentry import Sentry
 from lightning_cudagraph.device.taped_op import TapedOp, addressed
+from lightning_cudagraph.errors import AskedFor
 from lightning_cudagraph.tensors.writes import tensors_in, written_by
 
 

@@ -29,13 +29,6 @@ class FirstRefusal:
     first: UnsupportedError | None = None
 
 
-@dataclass(frozen=True)
-class AskedFor:
-    """The subject of an error for what torch does later than the user's line asks for it."""
-
-    name: str
-
-
 class Gathered:
     """The refusals in one step, or in several runs of it, in order, once each."""
 

@@ -18,7 +18,9 @@ from lightning_cudagraph.device.refusals.takers import (
     ASKS_MASK,
     BRANCH,
     CHOOSES,
+    LACKS,
     LOOP,
+    RAISES,
     SKIPS,
     START,
     STOP,
@@ -45,6 +47,15 @@ _MASK_OF_A_LIBRARY = (
     "A library leaves a mask out by its values. If no batch has padding, pass none. Else override its"
     " `{}` in a subclass of yours, with the same code but for this branch: each step uses the mask."
     + see("attention_masks")
+)
+# A gradient of zero times infinity is not a number.
+_BOTH_FINITE = (
+    " Gradients come from both, so both must be finite: `n.clamp(min=1)` below a fraction bar."
+)
+_CHECK = (
+    "Leave the check out of the step; or count in a buffer how often it fails, `self.bad += (x >"
+    " 9).detach()`, and read the count now and then in `on_train_batch_end`, which runs on the host"
+    " after every step." + see("nan_checks")
 )
 # In place of a step that returns None behind a branch.
 SKIP = (
@@ -111,6 +122,13 @@ _READERS = (
         lambda function, file: file == "transformer.py",
         "Pass `is_causal=True` beside a causal mask, `is_causal=False` beside another one: without it,"
         " torch compares the mask's values." + see("attention_masks"),
+    ),
+    _Reader(
+        "torch/nn/modules/",
+        lambda function, file: file == "batchnorm.py",
+        "Pass a number as `momentum`, such as 0.1: with None, torch reads how many batches there were,"
+        " for the running mean and variance. What is trained does not depend on them."
+        + see("item_and_print"),
     ),
     # With padded batches it reads nothing.
     _Reader("torch/nn/modules/", lambda function, file: file == "rnn.py", PACKED[1]),
@@ -299,9 +317,14 @@ _USES = (
     ),
     _Use(
         "",
-        lambda call, where: call.name == "__bool__" and _compares(where),
-        "Compare on the device: `x.clamp(min=1)` for `max(1, x)`, and `torch.maximum(x, y)` for two"
-        " tensors." + see("item_and_print"),
+        lambda call, where: call.name in ("__bool__", *_READS_ONE) and _compares(where),
+        "Compare on the device: `x.clamp(min=1)` for `max(1, x)`, `x.clamp(max=9)` for `min(x, 9)`,"
+        " `torch.maximum(x, y)` for two tensors, and `x.max()` for `max(x)`." + see("item_and_print"),
+    ),
+    _Use(
+        "",
+        lambda call, where: _decides(call, where) and branch(where) == RAISES,
+        _CHECK,
     ),
     _Use(
         "",
@@ -322,9 +345,15 @@ _USES = (
     ),
     _Use(
         "",
+        lambda call, where: _decides(call, where) and branch(where) == LACKS,
+        "Return a tensor in each case, one that changes nothing in place of None, such as zero for a"
+        f" term: `torch.where(condition, 0, x)`.{_BOTH_FINITE}" + see("item_and_print"),
+    ),
+    _Use(
+        "",
         lambda call, where: _decides(call, where) and branch(where) == CHOOSES,
         "Compute both, and choose with `torch.where`: `torch.where(condition, a, b)`."
-        + see("item_and_print"),
+        f"{_BOTH_FINITE}" + see("item_and_print"),
     ),
     _Use(
         "",
@@ -429,11 +458,7 @@ def of_host_read(where: Location | None, words: Words) -> Words:
         return of_nan_check(where)
     what = words[0]
     if where.called is None and re.search(r"\bassert[ (]", where.source):
-        return what, (
-            "Leave the assertion out of the step; or count in a buffer how often it fails, and read the"
-            " count now and then in `on_train_batch_end`, which runs on the host after every step."
-            + see("nan_checks")
-        )
+        return what, _CHECK
     while where.called is not None:
         where = where.called
     if not where.path.startswith(_TORCH):

@@ -14,7 +14,7 @@ from functools import cache, cached_property, lru_cache
 import torch
 
 from lightning_cudagraph.compat.names.torch_names import OpOverloadPacket
-from lightning_cudagraph.errors import Location, see
+from lightning_cudagraph.errors import AS_NUMBER, Location, see
 
 # Marks beside the names of functions: a slice of a fixed length, the ends of others; an index, to read
 # an item or to write one.
@@ -23,6 +23,7 @@ KEY, PLACE = "[key]", "[place] ="
 LOOP, BRANCH = "for", "if"
 # The kinds of branches.
 SKIPS, ASKS_MASK, CHOOSES, STOPS = "returns None", "asks a mask", "chooses", "stops the training"
+LACKS, RAISES = "returns None to a caller that goes on", "raises an error"
 
 LOGS = frozenset({"log", "log_dict"})
 _READ = ("int", "float", "bool", "item", "tolist", "unique", "unique_consecutive")
@@ -70,7 +71,9 @@ _INSTEAD = {
     " `inside = (at >= start) & (at < stop)`, and `torch.where(inside, new, x)`, with tensors as `start`"
     " and `stop`; of two dimensions, `rows[:, None] & columns`." + see("indices_and_lengths"),
     STOP: "Keep the full length, and leave the rest out by a mask,"
-    " `torch.arange(len(x), device=x.device) < length`." + see("indices_and_lengths"),
+    " `torch.arange(len(x), device=x.device) < length`; of columns, `x.size(1)` in place of `len(x)`."
+    " The length is a tensor: `y.max().clamp(max=9)` for `min(int(y.max()), 9)`."
+    + see("indices_and_lengths"),
 }
 _AUGMENTATION = (
     "Move an augmentation, which needs the batch alone, as it is to `on_after_batch_transfer`, which"
@@ -123,8 +126,7 @@ def of_draw(takers: Collection[str], allowance: str) -> str:
         )
     return (
         "Draw on the device (`torch.rand(..., device=x.device)`), or in `on_train_batch_start` into a"
-        " registered buffer (of float64 for the bits of a Python number)."
-        f" {_AUGMENTATION}{allowance}"
+        f" registered buffer ({AS_NUMBER}). {_AUGMENTATION}{allowance}"
     )
 
 
@@ -181,6 +183,11 @@ def branch(where: Location) -> str:
     return "" if found is None else _kind_of(found, parents)
 
 
+def is_called(where: Location) -> bool:
+    """True for a line of a function that code of its file calls, such as a helper of a step."""
+    return where.function in _parents_in(where).calls
+
+
 def recurs(where: Location) -> bool:
     """True for a line of a function that calls itself."""
     parents = _parents_in(where)
@@ -200,7 +207,11 @@ def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
         outcomes: list[ast.AST] = [*node.body, *node.orelse]
         if any(map(_stops_training, outcomes)):
             return STOPS
-        skips = any(isinstance(each, ast.Return) and _is_none(each.value) for each in outcomes)
+        if any(isinstance(each, ast.Raise) for each in outcomes):
+            return RAISES
+        skips = _returns_none(outcomes)
+        if skips and (kind := _kind_of_function(_function_around(node, parents), parents)):
+            return kind
         bound = [each for each in outcomes if isinstance(each, ast.Assign) and _is_none(each.value)]
         leaves_out = any(asked & _names(each.targets) for each in bound)
     else:
@@ -213,6 +224,26 @@ def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
         is_mask = not any(map(_compares_values, inside)) and not asked & _names(_indices(outcomes))
         return ASKS_MASK if skips or leaves_out or (is_mask and asked & _names(outcomes)) else CHOOSES
     return SKIPS if skips else ASKS_MASK if leaves_out else CHOOSES
+
+
+def _kind_of_function(function: ast.AST, parents: _Parents) -> str:
+    """The kind of a branch by which a function returns None; empty if its callers are not known."""
+    if getattr(function, "name", "") == "training_step":
+        return SKIPS
+    return "" if all(_passes_on_none(each, parents) for each in _calls_of(function, parents)) else LACKS
+
+
+def _passes_on_none(call: ast.AST, parents: _Parents) -> bool:
+    """True for a call whose caller returns None where the call does."""
+    above = parents[call]
+    bound = _bound(above.targets) if isinstance(above, ast.Assign) else frozenset()
+    branches = [each for each in ast.walk(_function_around(call, parents)) if isinstance(each, ast.If)]
+    behind = (each.body for each in branches if bound & _names([each.test]))
+    return isinstance(above, ast.Return) or any(map(_returns_none, behind))
+
+
+def _returns_none(statements: Iterable[ast.AST]) -> bool:
+    return any(isinstance(each, ast.Return) and _is_none(each.value) for each in statements)
 
 
 def _stops_training(node: ast.AST) -> bool:
@@ -353,9 +384,11 @@ def _arguments(function: ast.FunctionDef, call: ast.Call, given: ast.AST) -> Ite
     return _loads(frozenset(names), ast.walk(function))
 
 
-def _calls_of(function: ast.AST, parents: _Parents) -> Iterable[ast.AST]:
+def _calls_of(function: ast.AST, parents: _Parents) -> list[ast.AST]:
+    """The calls of a function, but for those of one that it overrides."""
     name = getattr(function, "name", "")
-    return parents.calls.get(name, ())
+    calls = parents.calls.get(name, ())
+    return [each for each in calls if getattr(_function_around(each, parents), "name", "") != name]
 
 
 def _function_around(node: ast.AST, parents: _Parents) -> ast.AST:

@@ -34,6 +34,10 @@ WORDING = Wording(
         "`batch[": "`call[",
     }
 )
+_OUTSIDE = (
+    "Do it outside of the module, where all is eager: in the step, with what `forward` returns, or in a"
+    " forward hook of the module. See docs/modules.md."
+)
 # Changes in a row, each after fewer replays than this, after which a module is eager for good.
 _MAX_SHORT, _FEW_REPLAYS = 3, 8
 
@@ -158,6 +162,8 @@ class CapturedModule:
     def _unsupported(self, error: UnsupportedError) -> str:
         """Raise if the module has had no graph, and the user wants that; return the reason otherwise."""
         WORDING.rephrase(error)
+        if error.is_effect:
+            error.remedy = _OUTSIDE
         if self._run.settings.raise_unsupported and not self.replayed:
             error.what = f"`{self.name}`: {error.what}"
             raise error

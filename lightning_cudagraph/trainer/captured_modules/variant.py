@@ -21,9 +21,9 @@ from lightning_cudagraph.checks.verify.verify import Verifier
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.backend import Backend, Graph
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
-from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
-from lightning_cudagraph.tensors.batch import KEEP_GRADIENT
+from lightning_cudagraph.tensors.batch import retains_gradient
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call, tensors_of
 from lightning_cudagraph.trainer.captured_modules.gradients import Arrival
@@ -101,7 +101,9 @@ class ModulesRun:
             stack.enter_context(self._carried.inside(lambda: ""))
             yield
             if "retain_grad" in mentioned.users:
-                raise CaptureError("The module calls `retain_grad()`.", KEEP_GRADIENT)
+                error = retains_gradient("The module calls `retain_grad()`.")
+                error.is_effect = True
+                raise error
 
 
 class Variant:

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance
@@ -112,8 +112,11 @@ _ASK_IF_LAST = Remedy(
     may_be_allowed=False,
 )
 _SCHEDULED = (
-    "LRScheduler.step",
-    "Call it in `on_train_batch_start`, or return it from `configure_optimizers`: Lightning calls it.",
+    "Call it in `on_train_batch_start`, or return it from `configure_optimizers`: Lightning calls it."
+)
+SCHEDULED_BY_LOSS = (
+    'Return the loss from the step, and call it in `on_train_batch_end`, with `outputs["loss"]`: the'
+    " rate moves for the next step."
 )
 # Objects that Lightning itself changes in every step.
 RUN_STATE = (pl.Trainer, Strategy, _Loop, LightningOptimizer, CombinedLoader)
@@ -132,18 +135,28 @@ def _seeds() -> dict[CodeType, tuple[str, str]]:
     return {unwrap(function).__code__: (name, remedy) for name, function in named.items()}
 
 
+def _scheduled(step: FunctionType) -> tuple[str, str]:
+    """The name and the remedy for the `step` of a class of schedulers."""
+    takes_a_loss = step.__code__.co_argcount - len(step.__defaults__ or ()) > 1
+    return (step.__qualname__, SCHEDULED_BY_LOSS) if takes_a_loss else ("LRScheduler.step", _SCHEDULED)
+
+
 def host_rules(
     trainer: pl.Trainer, harmless: frozenset[str], stays_on_host: Callable[[Any], bool] = is_metric
 ) -> HostRules:
     """Return the rules for one run."""
-    schedulers = {LRScheduler, *(type(c.scheduler) for c in trainer.lr_scheduler_configs)}
+    schedulers = {
+        LRScheduler,
+        ReduceLROnPlateau,
+        *(type(c.scheduler) for c in trainer.lr_scheduler_configs),
+    }
     moving = dict(_moving())
     for scheduler in schedulers:
         for name in ("get_last_lr", "get_lr"):
             if isinstance(method := getattr(scheduler, name, None), FunctionType):
                 moving[method.__code__] = f"LRScheduler.{name}"
     steps = [unwrap(scheduler.step) for scheduler in schedulers if hasattr(scheduler, "step")]
-    scheduled = {step.__code__: _SCHEDULED for step in steps if isinstance(step, FunctionType)}
+    scheduled = {step.__code__: _scheduled(step) for step in steps if isinstance(step, FunctionType)}
     remedies = dict.fromkeys(("LRScheduler.get_last_lr", "LRScheduler.get_lr"), _LOG_THE_RATE)
     remedies["trainer.is_last_batch"] = _ASK_IF_LAST
     for loop in ("trainer.fit_loop", "trainer.fit_loop.epoch_loop"):

@@ -18,6 +18,7 @@ from lightning_cudagraph.device.refusals.first_refusal import refuse
 from lightning_cudagraph.errors import CaptureError, Location, see
 from lightning_cudagraph.graphed_step.surroundings import optimizer_inside
 from lightning_cudagraph.tensors.host_values import HostValue
+from lightning_cudagraph.trainer.common.host_rules import SCHEDULED_BY_LOSS
 
 
 class MovedRate(HostValue):
@@ -75,11 +76,14 @@ def noting_step(
     step = scheduler.step
 
     def note(*args: Any, **kwargs: Any) -> None:
-        for given in (*args, *kwargs.values()):
-            raise CaptureError(
-                f"`{type(scheduler).__qualname__}.step` is given {given!r} in the step.",
-                "Call it in `on_train_epoch_end`.",
+        if args or kwargs:
+            error = CaptureError(
+                f"`{type(scheduler).__qualname__}.step` is given an argument in the step.",
+                SCHEDULED_BY_LOSS,
+                location=user_location(),
             )
+            refuse(error)
+            return
         scheduled.add(optimizer_inside(scheduler.optimizer))
         notes.append(step)
 

@@ -36,7 +36,7 @@ from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun
 from lightning_cudagraph.graphed_step.step import GraphedStep
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
-from lightning_cudagraph.tensors.host_values import HostReads, value_of
+from lightning_cudagraph.tensors.host_values import HostReads, as_output
 from lightning_cudagraph.tensors.writes import storage_id
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
@@ -257,7 +257,7 @@ def _checked(leaf: Any) -> Any:
         refuse_read()
     if isinstance(leaf, Later):
         leaf.refuse()
-    return value_of(leaf)
+    return as_output(leaf)
 
 
 @dataclass

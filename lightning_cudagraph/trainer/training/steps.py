@@ -32,7 +32,8 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
-from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
+from lightning_cudagraph.tensors.batch import map_leaves
+from lightning_cudagraph.tensors.host_values import copied_output
 from lightning_cudagraph.timing.readings.step_time import Plain
 from lightning_cudagraph.trainer.training.captured_step.compiled_step import uncompiled
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
@@ -323,7 +324,7 @@ class TrainingSteps:
         """Copies of the static outputs of the last replay, as hooks get them."""
         # Callbacks keep outputs, and the next replay overwrites the static ones.
         loss = outputs.loss.clone() if loss is None else loss
-        return {"loss": loss, **map_leaves(outputs.extra, copied_leaf)}
+        return {"loss": loss, **map_leaves(outputs.extra, copied_output)}
 
     def _take(self, body: StepBody, eagerly: Callable[[], R]) -> R | Tensor:
         """Do a step with one of Lightning's closures: eagerly, by capture, or by replay."""

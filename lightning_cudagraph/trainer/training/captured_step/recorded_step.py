@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_cudagraph.optim.optimizers import EagerOptimizer
-from lightning_cudagraph.tensors.batch import compared_outputs
+from lightning_cudagraph.tensors.batch import compared_outputs, map_leaves
+from lightning_cudagraph.tensors.host_values import held
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.recomputed import Recomputed
 from lightning_cudagraph.timing.events.marks import StepMarks
@@ -66,7 +67,8 @@ class StepOutputs:
             for name, parameter in self.parameters.items()
             if parameter.grad is not None
         }
-        found = {"the loss": self.loss, **compared_outputs(self.extra, "the output of `training_step`")}
+        extra = map_leaves(self.extra, held)
+        found = {"the loss": self.loss, **compared_outputs(extra, "the output of `training_step`")}
         for index, logs in enumerate((*(at_break.logs for at_break in self.breaks), self.logs)):
             part = f" (part {index + 1})" if self.breaks else ""
             found |= {f"{name}{part}": value for name, value in logs.values().items()}

@@ -23,7 +23,7 @@ from lightning_cudagraph.device.refusals.host_reads import SKIP
 from lightning_cudagraph.device.sentry.compiled import recompilation
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves, refuse_odd_outputs
-from lightning_cudagraph.tensors.host_values import HostReads, HostValue, names_a_class, value_of
+from lightning_cudagraph.tensors.host_values import HostReads, HostValue, as_output, names_a_class
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
 from lightning_cudagraph.trainer.common.captured_run import Gradient, gradient_of
@@ -156,7 +156,7 @@ class Recorder:
         for path, leaf in flatten_batch(result.extra):
             if reads is not None and isinstance(leaf, HostValue):
                 with setting(reads, returned=re.sub(r"^batch\['(\w+)'\]", r"\1", path)):
-                    value_of(leaf)
+                    as_output(leaf)
         extra = map_leaves(result.extra, _detached)
         if marks is not None:
             self._untimed = never_timed(self._untimed, marks.untimed)
@@ -239,4 +239,4 @@ def _run_body(body: StepBody, closure: GraphClosure, steps_eagerly: Callable[[],
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else value_of(leaf)
+    return leaf.detach() if isinstance(leaf, Tensor) else as_output(leaf)
