@@ -117,12 +117,13 @@ class HostDraws:
         """See if a generator was moved by other code."""
         self.are_moved |= any(drawn.is_moved() for drawn in self._drawn.values())
 
-    def state(self, generator: torch.Generator) -> Tensor:
-        drawn = self._drawn.get(_address(generator))
+    def hides(self, generator: torch.Generator) -> bool:
         self.look()
-        if drawn is None or self.are_shown or self.are_moved:
-            return generator.get_state()
-        return drawn.before
+        return _address(generator) in self._drawn and not (self.are_shown or self.are_moved)
+
+    def before(self, generator: torch.Generator) -> Tensor:
+        """The state before the first draw."""
+        return self._drawn[_address(generator)].before
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -137,7 +138,16 @@ class HostDraws:
 def state_seen(generator: torch.Generator) -> Tensor:
     """The state of a generator on the host, without the draws that replays repeat."""
     draws = _under_capture.value
-    return generator.get_state() if draws is None else draws.state(generator)
+    if draws is None or not draws.hides(generator):
+        return generator.get_state()
+    return draws.before(generator)
+
+
+def set_seen(generator: torch.Generator, state: Tensor) -> None:
+    """Set a generator on the host; not one with draws that `state_seen` hides: it is put back later."""
+    draws = _under_capture.value
+    if draws is None or not draws.hides(generator):
+        generator.set_state(state)
 
 
 def _are_same(state: Tensor, other: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_cudagraph.device.generators import state_seen
+from lightning_cudagraph.device.generators import set_seen, state_seen
 
 _State = tuple[Callable[[], Any], Callable[[Any], None]]
 
@@ -29,7 +29,7 @@ def generator_state(value: Any) -> _State | None:
     if issubclass(type(bits), np.random.BitGenerator):
         return _packed(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if issubclass(kind, torch.Generator) and value.device.type == "cpu":
-        return _packed(lambda: state_seen(value), value.set_state)
+        return _packed(lambda: state_seen(value), lambda state: set_seen(value, state))
     return None
 
 
