@@ -101,7 +101,7 @@ class CUDAGraphCallback(Callback):
         streams: the number of streams for independent ops in a capture, so that small kernels run side
             by side in a replay. Each stream has its own workspaces. ``"auto"``: 1 to 8, by the data
             flow of the step and a short trial from the state before the first capture, which is
-            restored. Several streams must gain 3 % over one. With a process group, 1.
+            restored. Several streams must gain 3 % over one. Processes choose together.
             ``AutoStreams(memory_bytes=...)``: the same, with a bound on the memory beyond one stream.
 
     Attributes:
