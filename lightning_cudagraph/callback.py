@@ -23,7 +23,7 @@ from lightning_cudagraph.compat.tested import newer_than_tested
 from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.tensors.buckets import Buckets
-from lightning_cudagraph.timing.layers.layers import LayerTimings
+from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.doctor import examine

@@ -30,7 +30,7 @@ from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWrit
 from lightning_cudagraph.timing.readings.spans import Reading
 from tests.harness import Net, assert_same, loader, make, train
 from tests.test_clock import events, steps
-from tests.test_layer_timings import TwoNets, run
+from tests.test_layer_timings_monitor import TwoNets, run
 
 
 @pytest.mark.spread

@@ -20,7 +20,7 @@ from lightning_cudagraph import (
     RunSummary,
     Verification,
 )
-from lightning_cudagraph.timing.layers.layers import select_layers, without_curves
+from lightning_cudagraph.timing.layers.layer_selection import select_layers, without_curves
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.trainer.training.times import run_times
 from tests.harness import Net, make, train

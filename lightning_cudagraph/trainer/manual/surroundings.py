@@ -33,7 +33,7 @@ from lightning_cudagraph.graphed_step.surroundings import (
 from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy
 from lightning_cudagraph.trainer.config.support import callbacks_of, scaler_of
-from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
+from lightning_cudagraph.trainer.layer_timings_monitor import LayerTimingsMonitor
 from lightning_cudagraph.trainer.metrics.of_model import is_metric
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
 

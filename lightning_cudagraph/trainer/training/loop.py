@@ -26,7 +26,7 @@ from lightning_cudagraph.compat.tables import notes, notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement
-from lightning_cudagraph.timing.layers.layers import untimed_notes
+from lightning_cudagraph.timing.layers.layer_selection import untimed_notes
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.readings.rank_times import SharedRun

@@ -23,7 +23,7 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.processes.peers import own_store
 from lightning_cudagraph.timing.events.clock import FitClock
 from lightning_cudagraph.timing.events.marks import StepMarks
-from lightning_cudagraph.timing.layers.layers import (
+from lightning_cudagraph.timing.layers.layer_selection import (
     LayerTimings,
     Placement,
     layers_at,
