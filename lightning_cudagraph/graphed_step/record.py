@@ -19,7 +19,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
-from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
+from lightning_cudagraph.checks.audit.step_audit import step_audit
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.errors import CaptureError
@@ -184,9 +184,7 @@ class StepRecorder:
             stack.enter_context(self._surroundings.noted(host_notes))
             if capturing:
                 trainer = next(iter(self._surroundings.around.values()), None)
-                audit = frozen_python_audit(
-                    self._model, trainer, self._device, self._rules, self._handed
-                )
+                audit = step_audit(self._model, trainer, self._device, self._rules, self._handed)
                 mentioned = stack.enter_context(audit).mentioned
                 guards.mentioned.append(mentioned)
                 name = getattr(self._function, "__qualname__", "the step")

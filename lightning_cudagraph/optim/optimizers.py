@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_cudagraph.checks.audit.frozen import option_error
+from lightning_cudagraph.checks.audit.step_audit import option_error
 from lightning_cudagraph.checks.verify.tape import floats_given
 from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.attributes import bound, do_nothing

@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_cudagraph.checks.audit.frozen import option_error
+from lightning_cudagraph.checks.audit.step_audit import option_error
 from lightning_cudagraph.checks.walk.parts import same
 from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.attributes import bound

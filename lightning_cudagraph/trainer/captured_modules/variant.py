@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
+from lightning_cudagraph.checks.audit.step_audit import step_audit
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.checks.verify.verify import Verifier
@@ -95,7 +95,7 @@ class ModulesRun:
         with ExitStack() as stack:
             if is_in_group():
                 stack.enter_context(CollectiveRules(_ALONE, LEAVE_OUT))
-            audit = frozen_python_audit(module, self.trainer, self.backend.device, self._rules)
+            audit = step_audit(module, self.trainer, self.backend.device, self._rules)
             mentioned = stack.enter_context(audit).mentioned
             guards.mentioned.append(mentioned)
             stack.enter_context(self._carried.inside(lambda: ""))
