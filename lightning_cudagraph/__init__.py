@@ -8,7 +8,7 @@ _check_installed()  # before anything of theirs is imported
 
 from lightning_cudagraph.callback import CUDAGraphCallback as CUDAGraphCallback
 from lightning_cudagraph.capture.stream_choice import AutoStreams as AutoStreams
-from lightning_cudagraph.checks.verify.verification import Verification as Verification
+from lightning_cudagraph.checks.verify.settings import Verification as Verification
 from lightning_cudagraph.errors import BatchError as BatchError
 from lightning_cudagraph.errors import CaptureError as CaptureError
 from lightning_cudagraph.errors import ConfigurationError as ConfigurationError

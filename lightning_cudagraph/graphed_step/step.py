@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_cudagraph.capture.context import CaptureSettings
 from lightning_cudagraph.capture.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.checks.unsupported_modules import refuse_nameless
-from lightning_cudagraph.checks.verify.verification import NO_CHECKS, Verification
+from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require

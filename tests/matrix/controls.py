@@ -93,7 +93,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "effects": Control(_NO_EFFECTS, Case("counter: ctypes", setting=UNCHECKED)),
     "checks after pauses": Control(
-        {f"{_PACKAGE}.checks.verify.verify.Verifier.pause": lambda verifier: None},
+        {f"{_PACKAGE}.checks.verify.verifier.Verifier.pause": lambda verifier: None},
         Case("replaced function", "epoch start of the module", changes=1, make=_ReplacedFunction),
     ),
     "whole guards of tensors": Control(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.verify.tape import OpTape, TapeDifference
-from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.device.backend import Backend, Graph
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError

@@ -17,7 +17,7 @@ from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.checks.audit.step_audit import step_audit
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
-from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.backend import Backend, Graph
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
