@@ -32,6 +32,6 @@ from lightning_cudagraph.timing.output.summary import RunSummary as RunSummary
 from lightning_cudagraph.timing.readings.windows import Times as Times
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport as DiagnosisReport
 from lightning_cudagraph.trainer.layer_timings_monitor import LayerTimingsMonitor as LayerTimingsMonitor
-from lightning_cudagraph.trainer.manual.surroundings import ManualOptimization as _ManualOptimization  # noqa: F401
+from lightning_cudagraph.trainer.manual.frameworks import ManualOptimization as _ManualOptimization  # noqa: F401
 
 __version__ = _version("lightning_cudagraph")

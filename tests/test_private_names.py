@@ -34,7 +34,7 @@ from lightning_cudagraph.processes.ddp import check_wrapper
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.processes.shards import check_shards
 from lightning_cudagraph.trainer.fit_processes import FitProcesses
-from lightning_cudagraph.trainer.manual.surroundings import FabricLoop, ManualOptimization
+from lightning_cudagraph.trainer.manual.frameworks import FabricLoop, ManualOptimization
 from lightning_cudagraph.trainer.metrics import fixed_counts
 from tests import harness
 from tests.harness import Net, assert_same, make, train

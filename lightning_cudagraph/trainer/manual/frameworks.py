@@ -23,8 +23,8 @@ from lightning_cudagraph.compat.features import FABRIC, MANUAL
 from lightning_cudagraph.compat.names.lightning_names import _FabricModule, _FabricOptimizer
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.graphed_step.surroundings import (
-    SURROUNDINGS,
+from lightning_cudagraph.graphed_step.framework import (
+    FRAMEWORKS,
     PlainLoop,
     optimizer_inside,
     scaler_calls,
@@ -199,4 +199,4 @@ def _lightning(owners: list[Any]) -> PlainLoop | None:
     return None
 
 
-SURROUNDINGS.append(_lightning)
+FRAMEWORKS.append(_lightning)
