@@ -21,8 +21,8 @@ from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.step_audit import StepAudit
 from lightning_cudagraph.checks.guards.guards import Guards
-from lightning_cudagraph.optim.optimizers import PreparedOptimizer
-from lightning_cudagraph.optim.traced import Stage
+from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
+from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
 from lightning_cudagraph.trainer.common import captured_run
 from lightning_cudagraph.trainer.common.step_numbers import StepNumbers
 from tests.harness import Net, assert_same, differences, make, train

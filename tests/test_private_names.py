@@ -28,7 +28,7 @@ from lightning_cudagraph.compat.features import Feature
 from lightning_cudagraph.compat.private_names import PrivateName, accepts, members
 from lightning_cudagraph.compat.tables import TABLE, notes_of_captures
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
-from lightning_cudagraph.optim.optimizers import PreparedOptimizer
+from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 from lightning_cudagraph.processes.ddp import check_wrapper
 from lightning_cudagraph.processes.nccl import check_nccl

@@ -27,7 +27,7 @@ from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.errors import Location, StaleGraphError
-from lightning_cudagraph.optim.traced import Stage
+from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
 from lightning_cudagraph.tensors.batch import OF_THE_HOST
 from tests.harness import Net, assert_same, differences, fused_adamw, make, train
 
