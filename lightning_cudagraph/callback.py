@@ -19,7 +19,7 @@ from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, TRAINING
 from lightning_cudagraph.compat.installed import gpu_without_cuda
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.compat.tested import newer_than_tested
+from lightning_cudagraph.compat.tested_versions import newer_than_tested
 from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.tensors.buckets import Buckets

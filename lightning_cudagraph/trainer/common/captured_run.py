@@ -30,7 +30,7 @@ from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING
 from lightning_cudagraph.trainer.logs.logged_step import Event
 from lightning_cudagraph.trainer.logs.recorder import Logs
-from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 
 # Set by Lightning around each hook, and restored after it.

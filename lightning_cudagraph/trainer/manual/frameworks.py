@@ -34,7 +34,7 @@ from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES, host_r
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy
 from lightning_cudagraph.trainer.config.support import callbacks_of, scaler_of
 from lightning_cudagraph.trainer.layer_timings_monitor import LayerTimingsMonitor
-from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
 
 # Hooks that Lightning calls from `manual_backward` and from the step of an optimizer.

@@ -54,7 +54,7 @@ from lightning_cudagraph.trainer.manual.schedulers import (
     refusing_step,
 )
 from lightning_cudagraph.trainer.metrics.calls import Later
-from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 

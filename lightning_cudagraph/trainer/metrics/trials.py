@@ -30,7 +30,7 @@ from lightning_cudagraph.tensors.state import StaticState
 from lightning_cudagraph.tensors.writes import storage_id
 from lightning_cudagraph.trainer.metrics.calls import CALL_STATE, Probe
 from lightning_cudagraph.trainer.metrics.fixed_counts import FixedCounts
-from lightning_cudagraph.trainer.metrics.of_model import metrics_of, states_of
+from lightning_cudagraph.trainer.metrics.model_metrics import metrics_of, states_of
 
 # Reductions by which `forward` merges the old state and the batch's, without the update count.
 _REDUCTIONS = (dim_zero_sum, dim_zero_max, dim_zero_min)

@@ -26,7 +26,7 @@ from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun, backend_for
 from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES
 from lightning_cudagraph.trainer.config.support import callbacks_of
-from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 from lightning_cudagraph.trainer.training.hooks.user_hooks import is_known
 from lightning_cudagraph.trainer.training.run import TrainingRun
 
