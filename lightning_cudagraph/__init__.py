@@ -8,7 +8,7 @@ _check_installed()  # before anything of theirs is imported
 
 from lightning_cudagraph.callback import CUDAGraphCallback as CUDAGraphCallback
 from lightning_cudagraph.capture.stream_choice import AutoStreams as AutoStreams
-from lightning_cudagraph.checks.verify.verification import Verification as Verification
+from lightning_cudagraph.checks.verify.settings import Verification as Verification
 from lightning_cudagraph.errors import BatchError as BatchError
 from lightning_cudagraph.errors import CaptureError as CaptureError
 from lightning_cudagraph.errors import ConfigurationError as ConfigurationError
@@ -25,11 +25,13 @@ from lightning_cudagraph.tensors.buckets import Buckets as Buckets
 from lightning_cudagraph.timing.events.profiler import Profiler as Profiler
 from lightning_cudagraph.timing.events.timers import EventTimer as EventTimer
 from lightning_cudagraph.timing.events.timers import TimerRegistry as TimerRegistry
-from lightning_cudagraph.timing.layers.layers import LayerTimings as LayerTimings
+from lightning_cudagraph.timing.layers.layer_selection import LayerTimings as LayerTimings
+from lightning_cudagraph.timing.output.eager_summary import EagerSummary as EagerSummary
 from lightning_cudagraph.timing.output.stages import StageSummary as StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary as RunSummary
+from lightning_cudagraph.timing.readings.windows import Times as Times
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport as DiagnosisReport
-from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor as LayerTimingsMonitor
-from lightning_cudagraph.trainer.manual.surroundings import ManualOptimization as _ManualOptimization  # noqa: F401
+from lightning_cudagraph.trainer.layer_timings_monitor import LayerTimingsMonitor as LayerTimingsMonitor
+from lightning_cudagraph.trainer.manual.frameworks import ManualOptimization as _ManualOptimization  # noqa: F401
 
 __version__ = _version("lightning_cudagraph")

@@ -15,15 +15,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.capture.stream_choice import AskedStreams, streams_for
-from lightning_cudagraph.checks.verify.verification import NO_CHECKS, Verification
+from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, TRAINING
 from lightning_cudagraph.compat.installed import gpu_without_cuda
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.compat.tested import newer_than_tested
+from lightning_cudagraph.compat.tested_versions import newer_than_tested
 from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.tensors.buckets import Buckets
-from lightning_cudagraph.timing.layers.layers import LayerTimings
+from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.doctor import examine

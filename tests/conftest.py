@@ -12,7 +12,7 @@ import torch
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.checks.verify.tape import OpTape
-from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.timing.output import dashboard
 from tests import lengths

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed, Span
+from lightning_cudagraph.device.streams.dataflow import AddressRange, Flow, HeldMemory, Placed
 
 _OLDER = 3  # tensors that are there before the program
 _SIZE = 8  # of each of them, in words
@@ -112,7 +112,7 @@ class Tensor:
         return Place(self.block.logical + self.start, self.block.physical + self.start, self.size)
 
     @property
-    def span(self) -> Span:
+    def span(self) -> AddressRange:
         start = self.block.physical + self.start
         return start, start + self.size
 

@@ -23,7 +23,7 @@ from lightning.pytorch.trainer import call
 
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.compat import lightning_source
-from lightning_cudagraph.compat.features import SHORT_WAY
+from lightning_cudagraph.compat.features import FAST_PATH
 from lightning_cudagraph.compat.tables import notes
 from lightning_cudagraph.trainer.training.fast_path import FastPath
 from tests import harness
@@ -165,7 +165,7 @@ def test_a_release_that_was_not_read_and_does_the_same(monkeypatch: pytest.Monke
         assert lightning_source.is_known()
     assert torch.equal(torch.get_rng_state(), random_state)
     assert sys.getprofile() is watcher
-    assert notes(SHORT_WAY) == []
+    assert notes(FAST_PATH) == []
 
 
 def _calls_another_hook(own: Any) -> Any:
@@ -208,7 +208,7 @@ def test_a_release_that_does_something_else(monkeypatch: pytest.MonkeyPatch, cha
     monkeypatch.setattr(lightning_source, "_KNOWN", frozenset())
     monkeypatch.setattr(_TrainingEpochLoop, "advance", change(_TrainingEpochLoop.advance))
     assert not lightning_source.is_known()
-    (note,) = notes(SHORT_WAY)
+    (note,) = notes(FAST_PATH)
     assert note.startswith("off: the fast path from one replay to the next, because `lightning.pytorch")
     assert note.endswith("which takes the host some 0.3 ms more a step")
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings, RunSummary
 from lightning_cudagraph.capture.graph import CaptureInstance
-from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, HostEvent
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend

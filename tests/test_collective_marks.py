@@ -22,7 +22,7 @@ from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.timing.events.collective_marks import Collectives
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.readings.spans import Reading, SpanLayout
-from lightning_cudagraph.timing.readings.timeline import slices_of
+from lightning_cudagraph.timing.readings.timeline import calls_of
 
 pytestmark = [
     # This group's processes are one, and each test makes its own.
@@ -269,9 +269,9 @@ def test_when_each_begins_and_what_the_step_waits_for() -> None:
         "step_ms/all_gather": 1.0,
     }
     # One behind the other in one row; what the step waits for is none of its own.
-    slices = slices_of(reading)
-    assert [one.name for one in slices] == ["all_gather", *["all_reduce"] * 3]
-    assert {(one.track, one.row, one.depth) for one in slices} == {("communication", 0, 0)}
+    slices = calls_of(reading)
+    assert [one.span.name for one in slices] == ["all_gather", *["all_reduce"] * 3]
+    assert {(one.span.track, one.row, one.depth) for one in slices} == {("communication", 0, 0)}
 
 
 def test_one_that_takes_no_time_does_not_begin_behind_its_end() -> None:

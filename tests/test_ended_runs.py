@@ -132,10 +132,11 @@ def test_an_eager_run_that_is_timed(
         trainer_of(tmp_path, accelerator, timings).fit(
             make(ENDINGS["Ctrl-C"][0]), loader(), loader(batches=1)
         )
-    assert timings.report is not None
-    assert printed() == [timings.report]
-    assert "by KeyboardInterrupt after step 9;" in timings.report
-    assert "slowest layers, median of " in timings.report
+    report = str(timings.summary)
+    assert printed() == [report]
+    assert timings.summary.ended == "KeyboardInterrupt after step 9"
+    assert "by KeyboardInterrupt after step 9;" in report
+    assert "slowest layers, median of " in report
 
 
 class FailsAtItsEnd(Callback):

@@ -23,8 +23,8 @@ from tensorboard.data import server_ingester
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import grpc_util
 
-from lightning_cudagraph.timing.output import metrics
-from lightning_cudagraph.timing.output.metrics import MetricNames, MetricsWriter
+from lightning_cudagraph.timing.output import logged_medians
+from lightning_cudagraph.timing.output.logged_medians import MediansWriter, MetricNames
 from lightning_cudagraph.timing.output.tensorboard.charts import StepBand
 from lightning_cudagraph.timing.output.tensorboard.logger_writer import LoggerWriter
 from lightning_cudagraph.timing.output.tensorboard.records import (
@@ -556,7 +556,7 @@ def test_other_loggers_are_given_medians_in_pauses() -> None:
     readings = readings_of(layout_of("blocks.0"), range(125))
     assert readings[0].layout.tags[4] == "layer_forward_ms/blocks.0"
     now = 0
-    writer = MetricsWriter([failing, working], window_steps=50, step_now=lambda: now)
+    writer = MediansWriter([failing, working], window_steps=50, step_now=lambda: now)
 
     def feed_with_pauses() -> None:
         nonlocal now
@@ -584,8 +584,8 @@ def test_other_loggers_in_an_epoch_without_a_pause(monkeypatch: pytest.MonkeyPat
     """No call of a logger on the step's path but once a minute."""
     tracker, now_s = Tracker(), 0.0
     readings = readings_of(layout_of("a"), range(130))
-    monkeypatch.setattr(metrics, "monotonic", lambda: now_s)
-    writer = MetricsWriter([tracker], 10, step_now=lambda: int(now_s))
+    monkeypatch.setattr(logged_medians, "monotonic", lambda: now_s)
+    writer = MediansWriter([tracker], 10, step_now=lambda: int(now_s))
     for reading in readings:
         now_s += 1.0
         writer.add(reading)

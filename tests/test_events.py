@@ -33,7 +33,7 @@ from lightning_cudagraph import (
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.timing.events import timers
-from lightning_cudagraph.timing.events.timed_blocks import Timing
+from lightning_cudagraph.timing.events.timed_blocks import TimedPass
 from tests.captures import Work
 from tests.harness import Net, loader, make, train
 
@@ -403,7 +403,7 @@ def test_a_registry_reads_a_graph_in_one_batch(work: Work, monkeypatch: pytest.M
                     work.run()
 
     graph = work.capture(body)
-    kind = type(registry._timings._all[0].events[1])
+    kind = type(registry._passes._all[0].events[1])
     waits = []
     wait = kind.synchronize
     monkeypatch.setattr(kind, "synchronize", lambda event: (waits.append(event), wait(event))[1])
@@ -416,7 +416,7 @@ def test_a_registry_reads_a_graph_in_one_batch(work: Work, monkeypatch: pytest.M
         times_ms = [time_ms for _, time_ms in found]
         assert all(time_ms > 0 for time_ms in times_ms)
         assert sum(times_ms[1:]) <= times_ms[0] * 1.0001
-    assert all(event is registry._timings._all[0].events[1] for event in waits)
+    assert all(event is registry._passes._all[0].events[1] for event in waits)
 
 
 def test_a_registry_outside_of_graphs_hands_out_each_block_once(work: Work) -> None:
@@ -519,7 +519,7 @@ def test_a_timer_in_a_step_of_the_callback(
             ends.append(latest)
 
     times_ms: list[float] = []
-    ends: list[Timing] = []
+    ends: list[TimedPass] = []
     trace = train(
         make(Timed),
         tmp_path,

@@ -20,7 +20,7 @@ from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.emulator.emulated_graph import HostEvent
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.timing.events.marks import StepMarks
-from lightning_cudagraph.timing.layers.layers import untimed_notes
+from lightning_cudagraph.timing.layers.layer_selection import untimed_notes
 from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG
 
 

@@ -19,7 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.timing.layers.layers import Placement, left_out, select_layers, untimed_notes
+from lightning_cudagraph.timing.layers.layer_selection import (
+    Placement,
+    left_out,
+    select_layers,
+    untimed_notes,
+)
 from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading
 from tests.harness import Net, Trace, assert_same, make, train

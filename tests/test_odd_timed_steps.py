@@ -30,7 +30,7 @@ from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWrit
 from lightning_cudagraph.timing.readings.spans import Reading
 from tests.harness import Net, assert_same, loader, make, train
 from tests.test_clock import events, steps
-from tests.test_layer_timings import TwoNets, run
+from tests.test_layer_timings_monitor import TwoNets, run
 
 
 @pytest.mark.spread
@@ -193,7 +193,7 @@ def test_passes_behind_the_step_of_the_optimizer(
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator, callbacks=others)
     timed = train(make(cls), tmp_path / "timed", accelerator=accelerator, callbacks=(*others, timings))
     assert_same(plain, timed)
-    report = str(timings.report)
+    report = str(timings.summary)
     assert "optimizer" in report
     assert "features.0" in report
 
@@ -300,7 +300,7 @@ def test_layers_in_torchscript(tmp_path: Path, accelerator: str) -> None:
         plain = train(make(scripted), tmp_path / "plain", accelerator=accelerator)
         timed = train(make(scripted), tmp_path / "timed", accelerator=accelerator, callbacks=(timings,))
     assert_same(plain, timed)
-    assert "not timed: `head`, `head.0`: a ScriptModule takes no hooks" in str(timings.report)
+    assert "not timed: `head`, `head.0`: a ScriptModule takes no hooks" in str(timings.summary)
 
 
 class _Replaces(Net):
@@ -343,7 +343,7 @@ def _changed(
     prefix = "~layer_forward_ms/"
     tags = [tag for tag in found.Tags()["scalars"] if tag.startswith(prefix)]
     last = {tag.removeprefix(prefix): steps(found, tag.removeprefix("~"))[-1] for tag in tags}
-    return last, str(graph.summary if graphed else monitor.report)
+    return last, str(graph.summary if graphed else monitor.summary)
 
 
 @pytest.mark.long
@@ -433,7 +433,7 @@ def test_layers_in_compiled_code(tmp_path: Path, accelerator: str, n: int) -> No
     # With hooks on the layers, and without.
     assert set(timed.module.compiled_ops) == {ops}
     assert "`head`: the step does not call it, or past its hooks only (`.forward()`, compiled code)" in (
-        timings.report or ""
+        str(timings.summary)
     )
 
 

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.graphed_step.run import backend_for
-from lightning_cudagraph.optim import scalar_ops
 from lightning_cudagraph.optim.gate import Gate
-from lightning_cudagraph.optim.host_program import HostProgram, HostScalar
-from lightning_cudagraph.optim.optimizers import PreparedOptimizer
+from lightning_cudagraph.optim.host_arithmetic import scalar_ops
+from lightning_cudagraph.optim.host_arithmetic.host_program import HostProgram, HostScalar
+from lightning_cudagraph.optim.host_arithmetic.scalar_ops import _BY_NUMBER, is_gated_write, with_tensors
+from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
 from lightning_cudagraph.optim.outcomes import Outcomes
-from lightning_cudagraph.optim.scalar_ops import _BY_NUMBER, is_gated_write, with_tensors
-from lightning_cudagraph.optim.traced import Stage
+from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
 from tests.harness import differences
 from tests.optimizer_runs import BEHIND, CELLS, FORMS, PLAIN_FAILS, SAME, STEPS, Run, outcome, replayed
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback
-from lightning_cudagraph.checks.audit.frozen import moving_number
+from lightning_cudagraph.checks.audit.step_audit import moving_number
 from lightning_cudagraph.tensors.host_values import HostReads
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.test_fp16 import run as fp16

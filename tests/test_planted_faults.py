@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
-from lightning_cudagraph.checks.audit.frozen import StepAudit
+from lightning_cudagraph.checks.audit.step_audit import StepAudit
 from lightning_cudagraph.checks.guards.guards import Guards
-from lightning_cudagraph.optim.optimizers import PreparedOptimizer
-from lightning_cudagraph.optim.traced import Stage
+from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
+from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
 from lightning_cudagraph.trainer.common import captured_run
 from lightning_cudagraph.trainer.common.step_numbers import StepNumbers
 from tests.harness import Net, assert_same, differences, make, train
@@ -243,7 +243,7 @@ def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if what == "guards":
         monkeypatch.setattr(Guards, "changed", lambda self: None)
     elif what == "audit":
-        monkeypatch.setattr(captured_run, "frozen_python_audit", _no_audit)
+        monkeypatch.setattr(captured_run, "step_audit", _no_audit)
     elif what == "index":
         monkeypatch.setattr(StepNumbers, "noted", lambda self, reads, batch_idx: 3)
     elif what == "mirror":
@@ -257,7 +257,7 @@ def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Stage, "fill", for_a_while)
     else:
         monkeypatch.setattr(PreparedOptimizer, "addresses", lambda self: {})
-        monkeypatch.setattr(captured_run, "frozen_python_audit", _no_audit)
+        monkeypatch.setattr(captured_run, "step_audit", _no_audit)
 
 
 KWARGS: dict[str, Any] = {"logger": False, "max_epochs": 4}

@@ -28,13 +28,13 @@ from lightning_cudagraph.compat.features import Feature
 from lightning_cudagraph.compat.private_names import PrivateName, accepts, members
 from lightning_cudagraph.compat.tables import TABLE, notes_of_captures
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
-from lightning_cudagraph.optim.optimizers import PreparedOptimizer
+from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 from lightning_cudagraph.processes.ddp import check_wrapper
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.processes.shards import check_shards
-from lightning_cudagraph.trainer.distributed import Distributed
-from lightning_cudagraph.trainer.manual.surroundings import FabricLoop, ManualOptimization
+from lightning_cudagraph.trainer.fit_processes import FitProcesses
+from lightning_cudagraph.trainer.manual.frameworks import FabricLoop, ManualOptimization
 from lightning_cudagraph.trainer.metrics import fixed_counts
 from tests import harness
 from tests.harness import Net, assert_same, make, train
@@ -168,7 +168,7 @@ def test_refused_before_the_first_step(
             )
         ],
         features.SHARDS: [lambda: _refused_call(lambda: check_shards(nn.Linear(2, 1)))],
-        features.COLLECTIVES: [lambda: _refused_call(lambda: Distributed(trainer))],
+        features.COLLECTIVES: [lambda: _refused_call(lambda: FitProcesses(trainer))],
         features.MANUAL: [lambda: _refused_call(lambda: ManualOptimization(trainer).check())],
         features.CAPTURED_MODULES: [
             lambda: _refused_fit(tmp_path, CUDAGraphCallback(scope="modules", modules=["head"])),

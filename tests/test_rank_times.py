@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from lightning_cudagraph.timing.output.metrics import MetricsWriter
+from lightning_cudagraph.timing.output.logged_medians import MediansWriter
 from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_text
 from lightning_cudagraph.timing.readings import rank_times
 from lightning_cudagraph.timing.readings.rank_times import RankRow, RankTable, RankTimes, part_times
@@ -283,7 +283,7 @@ def test_other_loggers_get_the_numbers_with_the_next_window() -> None:
             self.rows.append((step, metrics))
 
     logger = Logger()
-    writer = MetricsWriter([logger], 2, lambda: 7)
+    writer = MediansWriter([logger], 2, lambda: 7)
     writer.add_beside({"ranks_ms/step": 2.0, "ranks/slowest": 1.0})
     writer.pause()
     assert logger.rows == []

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from lightning_cudagraph import (
     ConfigurationError,
     CUDAGraphCallback,
+    EagerSummary,
     LayerTimings,
     LayerTimingsMonitor,
     RunSummary,
     Verification,
 )
-from lightning_cudagraph.timing.layers.layers import select_layers, without_curves
+from lightning_cudagraph.timing.layers.layer_selection import select_layers, without_curves
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.trainer.training.times import run_times
 from tests.harness import Net, make, train
@@ -204,9 +205,10 @@ def test_a_fit_without_steps_has_no_report(tmp_path: Path, accelerator: str) -> 
     assert str(callback.summary) == "lightning_cudagraph: nothing has run yet"
     timings = LayerTimingsMonitor()
     train(make(Net), tmp_path / "third", timings, accelerator=accelerator)
-    assert timings.report is not None
+    assert timings.summary.parts
     train(make(Net), tmp_path / "fourth", timings, accelerator=accelerator, max_epochs=0)
-    assert timings.report is None
+    assert timings.summary == EagerSummary()
+    assert str(timings.summary) == "lightning_cudagraph: nothing has run yet"
 
 
 def test_an_argument_that_there_is_not() -> None:

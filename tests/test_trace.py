@@ -16,7 +16,7 @@ import pytest
 
 from lightning_cudagraph.timing.output.trace import TraceWriter, trace_of, write_trace
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
-from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, slices_of
+from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, calls_of
 from tests.perfetto import import_trace
 from tests.readings import gpt_readings
 
@@ -137,7 +137,7 @@ def layered(*stretches: tuple[str, float, float]) -> Reading:
 
 def test_what_overlaps_has_a_thread_of_its_own() -> None:
     reading = layered(("a", 0.0, 2.0), ("b", 1.0, 3.0), ("c", 1.0, 1.5), ("d", 2.0, 2.5))
-    assert {one.name: (one.row, one.depth) for one in slices_of(reading)} == {
+    assert {one.span.name: (one.row, one.depth) for one in calls_of(reading)} == {
         "a": (0, 0),
         "b": (1, 0),
         "c": (0, 1),
@@ -150,7 +150,7 @@ def test_what_overlaps_has_a_thread_of_its_own() -> None:
 
 def test_what_takes_the_same_time_or_none_nests() -> None:
     reading = layered(("a.b", 0.0, 1.0), ("a", 0.0, 1.0), ("a.b.c", 0.0, 1.0), ("none", 1.0, 1.0))
-    found = {one.name: (one.row, one.depth) for one in slices_of(reading)}
+    found = {one.span.name: (one.row, one.depth) for one in calls_of(reading)}
     assert found == {"a": (0, 0), "a.b": (0, 1), "a.b.c": (0, 2), "none": (0, 0)}
     names = [event["name"] for event in slices(trace_of([reading]))]
     assert names == ["step 0", "a", "a.b", "a.b.c", "none"]
@@ -161,7 +161,7 @@ def test_rounding_lets_nothing_overlap() -> None:
     thirds = [i / 3e4 for i in range(31)]
     parts = [(f"part{i}", begin, end) for i, (begin, end) in enumerate(pairwise(thirds))]
     reading = layered(("whole", thirds[0], thirds[-1]), *parts)
-    assert {one.row for one in slices_of(reading)} == {0}
+    assert {one.row for one in calls_of(reading)} == {0}
     assert_nests(trace_of([reading] * 3))
     assert TICKS_PER_MS % 8 == 0
 

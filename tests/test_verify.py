@@ -20,14 +20,14 @@ from lightning_cudagraph import (
     VerificationError,
 )
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.checks.verify import verify
+from lightning_cudagraph.checks.verify import verifier as verifier_module
 from lightning_cudagraph.checks.verify.compare import distance, names_that_differ, rounding
 from lightning_cudagraph.checks.verify.tape import TapeDifference
-from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.errors import Location, StaleGraphError
-from lightning_cudagraph.optim.traced import Stage
+from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
 from lightning_cudagraph.tensors.batch import OF_THE_HOST
 from tests.harness import Net, assert_same, differences, fused_adamw, make, train
 
@@ -308,15 +308,15 @@ def _small_device(monkeypatch: pytest.MonkeyPatch, device_bytes: int, host_bytes
     for backend in (EmulatorBackend, CudaBackend):
         monkeypatch.setattr(backend, "free_bytes", lambda self: device_bytes)
         monkeypatch.setattr(backend, "largest_graph_bytes", lambda self: 1000)
-    monkeypatch.setattr(verify, "host_free_bytes", lambda: host_bytes)
+    monkeypatch.setattr(verifier_module, "host_free_bytes", lambda: host_bytes)
     parked: list[str] = []
-    on_host = verify.on_host
+    on_host = verifier_module.on_host
 
     def spy(tensor: Tensor) -> Tensor:
         parked.append("cpu")
         return on_host(tensor)
 
-    monkeypatch.setattr(verify, "on_host", spy)
+    monkeypatch.setattr(verifier_module, "on_host", spy)
     return parked
 
 
@@ -863,7 +863,7 @@ def test_memory_may_run_out_anywhere(monkeypatch: pytest.MonkeyPatch, when: str)
         raise torch.OutOfMemoryError("no more")
 
     if when == "the first copies":
-        monkeypatch.setattr(verify, "_copied", no_copies)
+        monkeypatch.setattr(verifier_module, "_copied", no_copies)
     assert verifier.due(graph, 0)
     assert verifier.check(graph, step.state(), eagerly, lambda: step.replay(1.0)) == "outputs"
     assert torch.equal(step.weight, torch.full((4,), 2.0))

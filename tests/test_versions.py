@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.compat import installed, tested
+from lightning_cudagraph.compat import installed, tested_versions
 from lightning_cudagraph.compat.installed import gpu_without_cuda, minor_of
-from lightning_cudagraph.compat.tested import NEWEST, newer_than_tested
+from lightning_cudagraph.compat.tested_versions import NEWEST, newer_than_tested
 from tests.harness import Net, make, train
 from tests.versions import RUNS, TABLE, TESTED, Row, counted, newest_of, rows_in, with_newest, with_row
 
@@ -128,7 +128,7 @@ def test_newer_than_tested(
     newest: dict[str, str], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = {"torch": "99.1.0", "lightning": "99.0.0", "Python": "4.0"}
-    monkeypatch.setattr(tested, "NEWEST", {**later, **newest})
+    monkeypatch.setattr(tested_versions, "NEWEST", {**later, **newest})
     line = newer_than_tested()
     assert [word for word in ("torch", "lightning", "Python") if f"{word} " in line] == said
     assert bool(line) is bool(said)
@@ -137,7 +137,7 @@ def test_newer_than_tested(
 def test_newer_than_tested_is_one_line_when_training_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tested, "NEWEST", {**NEWEST, "torch": "2.8.0"})
+    monkeypatch.setattr(tested_versions, "NEWEST", {**NEWEST, "torch": "2.8.0"})
     lines = _said_at_the_start(tmp_path, caplog)
     assert sum("is newer than 2.8.0" in line for line in lines) == 1
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings, LayerTimingsMonitor
 from lightning_cudagraph.timing.output.tables import parts_table
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
-from lightning_cudagraph.timing.readings.timeline import slices_of
+from lightning_cudagraph.timing.readings.timeline import calls_of
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.readings.windows import ReadingWindow
 from tests.harness import Net, loader, make, train
@@ -66,7 +66,7 @@ def test_a_step_has_the_sum_of_its_batches() -> None:
         }
     )
     # One batch after another, with the gaps between them: those of 3 ms at 0, 3.5, 7 and 10.5.
-    forwards = [one.begin / 8000 for one in slices_of(first) if one.tag == "layer_forward_ms/a"]
+    forwards = [one.begin / 8000 for one in calls_of(first) if one.span.tag == "layer_forward_ms/a"]
     assert forwards == pytest.approx([0.0, 3.5, 7.0, 10.5])
 
 

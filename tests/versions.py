@@ -30,7 +30,7 @@ __all__ = ["Row", "newest_of", "rows_in", "with_newest", "with_row"]
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "versions.md"
-TESTED = ROOT / "lightning_cudagraph" / "compat" / "tested.py"
+TESTED = ROOT / "lightning_cudagraph" / "compat" / "tested_versions.py"
 # What `--all` runs: each Python that is allowed, on the oldest torch, the newest, and two between.
 RUNS = (("2.10.0", "3.10"), ("2.13.0", "3.11"), ("2.14.1", "3.12"), ("2.15.0", "3.13"))
 _HEAD = "| torch | lightning | Python | passed | failed | skipped | where | when |"
@@ -111,7 +111,7 @@ def newest_of(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def with_newest(text: str, rows: Sequence[Row]) -> str:
-    """`tested.py`, naming the newest versions of a table.
+    """`tested_versions.py`, naming the newest versions of a table.
 
     Args:
         text: the module.

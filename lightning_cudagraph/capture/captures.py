@@ -14,7 +14,7 @@ from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step, T
-from lightning_cudagraph.checks.audit.frozen import one_audit
+from lightning_cudagraph.checks.audit.step_audit import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames

@@ -14,8 +14,8 @@ from lightning_cudagraph.capture.steps import Step, StepCounts, T
 from lightning_cudagraph.capture.stream_choice import StreamChoice, Streams
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
-from lightning_cudagraph.checks.verify.verification import Verification
-from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.checks.verify.settings import Verification
+from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import UnsupportedError, Wording

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.capture.gradients.gradient_copies import HandedOut
 from lightning_cudagraph.capture.gradients.step_gradients import StepGradients
 from lightning_cudagraph.capture.graph_breaks import GraphBreak
-from lightning_cudagraph.checks.audit.frozen import one_audit
+from lightning_cudagraph.checks.audit.step_audit import one_audit
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.device.backend import Backend, Graph
 from lightning_cudagraph.device.sentry.compiled import CompiledCode

@@ -43,7 +43,7 @@ METRICS = Feature(
 )
 TIMES = Feature("the times of layers", "leave out `timings=`")
 
-SHORT_WAY = Feature(
+FAST_PATH = Feature(
     "the fast path from one replay to the next",
     "Lightning's own loop runs there, which takes the host some 0.3 ms more a step",
     is_optional=True,

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, are_streams
-from lightning_cudagraph.checks.verify.verification import Verification
+from lightning_cudagraph.checks.verify.settings import Verification
 from lightning_cudagraph.errors import ConfigurationError
 
 

@@ -19,14 +19,14 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
-from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
+from lightning_cudagraph.checks.audit.step_audit import step_audit
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.graphed_step.framework import PlainLoop
 from lightning_cudagraph.graphed_step.gradients import GradientHabits, NoGradients
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
-from lightning_cudagraph.graphed_step.surroundings import PlainLoop
 from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.tensors.batch import compared_outputs, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import held
@@ -65,7 +65,7 @@ class StepFunction:
     model: nn.Module
     optimizers: Mapping[str, Optimizer]
     scaler: GradScaler | None
-    surroundings: PlainLoop
+    framework: PlainLoop
     replicas: StepReplicas
     has_gradients: bool = True
 
@@ -104,7 +104,7 @@ class StepRecorder:
     ) -> None:
         self._function = of.function
         self._model = of.model
-        self._surroundings = of.surroundings
+        self._framework = of.framework
         self._replicas = of.replicas
         self._optimizers = optimizers
         self._has_gradients = of.has_gradients
@@ -113,7 +113,7 @@ class StepRecorder:
         self._are_agreed = are_agreed
         self._handed = _handed(of.function)
         nothing = nn.Module()
-        self.carried = ReboundAttributes(nothing, device, frozenset(), of.surroundings.stays_on_host)
+        self.carried = ReboundAttributes(nothing, device, frozenset(), of.framework.stays_on_host)
         self._names = _argument_names(of.function)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -176,23 +176,21 @@ class StepRecorder:
     ) -> StepResult:
         """Run the function on the static arguments, in a capture or in a rehearsal."""
         if capturing:
-            self._surroundings.check()
+            self._framework.check()
             habits.check()
         self._optimizers.check()
         host_notes: list[Callable[[], object]] = []
         with ExitStack() as stack:
-            stack.enter_context(self._surroundings.noted(host_notes))
+            stack.enter_context(self._framework.noted(host_notes))
             if capturing:
-                trainer = next(iter(self._surroundings.around.values()), None)
-                audit = frozen_python_audit(
-                    self._model, trainer, self._device, self._rules, self._handed
-                )
+                trainer = next(iter(self._framework.around.values()), None)
+                audit = step_audit(self._model, trainer, self._device, self._rules, self._handed)
                 mentioned = stack.enter_context(audit).mentioned
                 guards.mentioned.append(mentioned)
                 name = getattr(self._function, "__qualname__", "the step")
                 handed = {"__name__": name, **self._handed}
                 mentioned.user_globals += [(handed, name) for name in self._handed]
-                stack.enter_context(self._surroundings.reads(mentioned))
+                stack.enter_context(self._framework.reads(mentioned))
             stack.enter_context(_trained_as_before(self.parameters()))
             stack.enter_context(self._optimizers.running(capturing))
             if is_in_group():

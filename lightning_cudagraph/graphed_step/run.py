@@ -156,16 +156,16 @@ class StepRun:
         self.backend = backend
         self._model = of.model
         self._function = getattr(of.function, "__func__", of.function)
-        self._surroundings = of.surroundings
+        self._framework = of.framework
         self._replicas = of.replicas
         self._settings = settings
         self._processes = processes
         self._wording = wording
-        self._reads = of.surroundings.host_reads
+        self._reads = of.framework.host_reads
         self._notes: list[str] = []  # of kinds that were dropped
         self._specializations: dict[Signature, _Specialization] = {}
         self._last: _Specialization | None = None
-        of.surroundings.check()
+        of.framework.check()
         refuse_rebound_methods()
         refuse_unsupported_modules(of.model, averaged=True)
         _refuse_several_devices(of.model, backend.device)
@@ -190,7 +190,7 @@ class StepRun:
         return StepRecorder(
             of,
             self._optimizers,
-            of.surroundings.rules(self._harmless, of.scaler),
+            of.framework.rules(self._harmless, of.scaler),
             self.backend.device,
             are_agreed=self._processes is not None or not are_several(),
         )
@@ -352,25 +352,25 @@ class StepRun:
     def _specialized(self, signature: Signature, mode: _Mode, batch: dict[str, Any]) -> _Specialization:
         optimizers = self._optimizers
         habits = self._recorder.habits()
-        surroundings = self._surroundings
+        framework = self._framework
         name = getattr(self._function, "__name__", "")
         guards = Guards(
             self._model,
             GuardedValues(
-                lambda: {**optimizers.hyperparameters(), **_labelled(surroundings.parts())},
+                lambda: {**optimizers.hyperparameters(), **_labelled(framework.parts())},
                 optimizers.addresses,
-                lambda: (*optimizers.frozen_values(), *map(id, surroundings.parts())),
+                lambda: (*optimizers.frozen_values(), *map(id, framework.parts())),
             ),
             Unguarded(
-                surroundings.unwatched | self._harmless,
-                surroundings.stays_on_host,
+                framework.unwatched | self._harmless,
+                framework.stays_on_host,
                 known=() if optimizers.scaler is None else (optimizers.scaler.scaler,),
             ),
             OutsideModel(
-                surroundings.around,
+                framework.around,
                 optimizers.parameters,
                 optimizers.places,
-                lambda: [*optimizers.stepped(), *surroundings.callees()],
+                lambda: [*optimizers.stepped(), *framework.callees()],
                 # `OptimizerSteps` compares the options, which schedulers of manual optimization move.
                 lambda: [*optimizer_roots(optimizers.stepped(), with_options=False)],
                 lambda: [*optimizers.read(), Root(self._function, name, "the step")],

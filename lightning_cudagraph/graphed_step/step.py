@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_cudagraph.capture.context import CaptureSettings
 from lightning_cudagraph.capture.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.checks.unsupported_modules import refuse_nameless
-from lightning_cudagraph.checks.verify.verification import NO_CHECKS, Verification
+from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require
@@ -28,11 +28,11 @@ from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, wrong_argument
+from lightning_cudagraph.graphed_step.framework import framework_of
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.record import StepFunction
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun, backend_for
-from lightning_cudagraph.graphed_step.surroundings import surroundings_of
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.timing.output.summary import RunSummary
@@ -313,17 +313,17 @@ class GraphedStep(Generic[P, R]):
             inspect.signature(function).bind(*args, **kwargs)
         found = self._found()
         owners = [getattr(function, "__self__", None), *found.values(), *self._optimizers.values()]
-        surroundings = surroundings_of(owners)
+        framework = framework_of(owners)
         optimizers = {
-            name: surroundings.optimizer_in(optimizer) for name, optimizer in self._optimizers.items()
+            name: framework.optimizer_in(optimizer) for name, optimizer in self._optimizers.items()
         }
         model = _as_one(found)
         device = _device_of(model, optimizers, (args, kwargs))
         if self._processes is not None:
             check_nccl(device)
-        scaler = self._scaler or surroundings.scaler()
+        scaler = self._scaler or framework.scaler()
         backend = backend_for(device, self._backend_name)
-        of = StepFunction(function, model, optimizers, scaler, surroundings, StepReplicas(model))
+        of = StepFunction(function, model, optimizers, scaler, framework, StepReplicas(model))
         return StepRun(of, backend, self._settings, self._processes)
 
     def _found(self) -> dict[str, nn.Module]:

@@ -1,7 +1,7 @@
 """Capture forms of optimizer classes, and refusals.
 
 * Optimizers are captured in the user's configuration: the host arithmetic of their step is traced
-  (`traced.py`), and computed again in each replay. Of torch's own, so are counters in host memory.
+  (`host_arithmetic/`), and computed again in each replay. Of torch's own, so are host counters.
 * Unknown classes are inspected: they must keep nothing on the host that moves from step to step.
 * Optimizers that read values back from the device step eagerly after the replay of forward and backward.
 """

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_cudagraph.compat.attributes import setting
+from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import local
@@ -94,3 +96,9 @@ class Gate(OwnDispatchMode):
         """Write a value into a tensor, unless the step is skipped."""
         with self.passing():
             return torch.where(self.skip, target, value, out=target)
+
+
+def gate_of(optimizer: Optimizer) -> Gate | None:
+    """The gate of an optimizer's step in the capture under way, if a gradient scaler may skip it."""
+    gate: Gate | None = work_under_capture().gates.get(id(optimizer))
+    return gate

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.forms import Form
-from lightning_cudagraph.optim.host_program import HostScalar
-from lightning_cudagraph.optim.traced import TracedStep
+from lightning_cudagraph.optim.host_arithmetic.host_program import HostScalar
+from lightning_cudagraph.optim.host_arithmetic.traced_step import TracedStep
 from lightning_cudagraph.tensors.host_values import value_of
 
 # An option that moves twice within so many calls (two or three a step) moves in every step.

@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.optim.host_program import State
+from lightning_cudagraph.optim.host_arithmetic.host_program import State
 
 
 class Flag:

@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_cudagraph.checks.audit.frozen import option_error
+from lightning_cudagraph.checks.audit.step_audit import option_error
 from lightning_cudagraph.checks.walk.parts import same
 from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.attributes import bound
@@ -27,7 +27,7 @@ from lightning_cudagraph.device.sentry.compiled import is_held, is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_in_compiled_code
 from lightning_cudagraph.optim.forms import HostSide
-from lightning_cudagraph.optim.optimizers import PreparedOptimizer
+from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 from lightning_cudagraph.tensors.host_values import HostValue, held, value_of
 

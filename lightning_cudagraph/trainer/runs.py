@@ -18,8 +18,8 @@ from lightning_cudagraph.trainer.captured_modules.fallback import Fallback
 from lightning_cudagraph.trainer.captured_modules.training import ModulesTraining
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.config.support import Stage, check_run, check_where_evaluated
-from lightning_cudagraph.trainer.distributed import Distributed, wrapped_on_side_stream
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
+from lightning_cudagraph.trainer.fit_processes import FitProcesses, wrapped_on_side_stream
 from lightning_cudagraph.trainer.manual.training import ManualTraining
 from lightning_cudagraph.trainer.training.loop import GraphedTraining
 
@@ -32,7 +32,7 @@ class CapturedRuns:
     def __init__(self) -> None:
         self.training: Training | None = None
         self.evaluation: GraphedEvaluation | None = None
-        self.processes: Distributed | None = None
+        self.processes: FitProcesses | None = None
         self.not_evaluated: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._wrapping = ExitStack()
@@ -49,14 +49,14 @@ class CapturedRuns:
 
     def connect(self, trainer: pl.Trainer, backend: str) -> None:
         """Prepare for a `fit`: tell other processes of a failure already before training starts."""
-        self.processes = Distributed(trainer)
+        self.processes = FitProcesses(trainer)
         if isinstance(trainer.strategy, DDPStrategy):
             wrapped_on_side_stream(trainer.strategy, self.backend(trainer, backend), self._wrapping)
 
-    def begin_fit(self, trainer: pl.Trainer) -> Distributed:
+    def begin_fit(self, trainer: pl.Trainer) -> FitProcesses:
         """Release all but the processes, and the backend on whose side stream a DDP wrapper was made."""
         backend = self._backend
-        processes, self.processes = self.processes or Distributed(trainer), None
+        processes, self.processes = self.processes or FitProcesses(trainer), None
         self.close()
         self._backend, self.processes = backend, processes
         return processes

@@ -157,7 +157,7 @@ def same_numbers_with_sampled_times(here: Here) -> None:
     assert graph.counts.captures == 1, graph.counts
     eager = here.train("eager", None, callbacks=(monitor,), max_epochs=4)
     assert_same(plain, eager)
-    assert "features.0" in (monitor.report or "")
+    assert "features.0" in str(monitor.summary)
 
 
 class StopsAt(Callback):
@@ -558,7 +558,7 @@ class _Again:
         TrainingSteps.replay = self._replay  # type: ignore[method-assign]
 
 
-def same_numbers_on_the_short_way(here: Here) -> None:
+def same_numbers_on_the_fast_path(here: Here) -> None:
     """The fast path: no user code between steps."""
     with _Again() as again:
         _, graph = here.assert_same_runs(
@@ -648,7 +648,7 @@ class OtherDropout(Callback):
             pl_module.features[3].p = 0.5
 
 
-def another_shape_on_the_short_way(here: Here) -> None:
+def another_shape_on_the_fast_path(here: Here) -> None:
     """One process finds another shape while the others are about to replay."""
     batches = DataLoader(Stream(24, odd=18 if here.rank == 1 else -1), batch_size=None)
     with _Again() as again:

@@ -16,7 +16,7 @@ SAME = (
 SAME_LONG = (
     "same_numbers",
     "same_numbers_accumulated_with_sampled_times",
-    "same_numbers_on_the_short_way",
+    "same_numbers_on_the_fast_path",
     "same_numbers_stopped_early",
     "same_numbers_with_sampled_times",
     "same_numbers_accumulated",
@@ -46,7 +46,7 @@ AGREED_LONG = (
     "a_capture_that_one_refuses_over_sockets",
     "a_check_that_one_fails_alone_goes_on",
     "a_shorter_stream_over_sockets",
-    "another_shape_on_the_short_way",
+    "another_shape_on_the_fast_path",
     "a_capture_that_one_refuses_goes_on",
     "a_check_that_one_fails",
     "a_capture_that_one_refuses",

@@ -58,7 +58,7 @@ def all_reduces_are_timed(here: Here) -> None:
     assert_same(plain, graph, ignore=("_ms/",))
     assert_same(plain, eager, ignore=("_ms/",))
     assert graph.counts.captures == 1, graph.counts
-    for report in (str(graph.callback.summary), str(timings.report)):
+    for report in (str(graph.callback.summary), str(timings.summary)):
         assert re.search(r"all_reduce \d+\.\d+ ms \(\d+\.\d+ exposed\)", report), report
     if here.rank > 0:
         return
@@ -107,7 +107,7 @@ def the_slowest_is_named(here: Here) -> None:
     if here.rank > 0:
         assert "is slowest" not in str(callback.summary)
         return
-    for name, report in (("graph", str(callback.summary)), ("eager", timings.report)):
+    for name, report in (("graph", str(callback.summary)), ("eager", str(timings.summary))):
         said = str(report)
         assert "ranks     rank 1 is slowest: " in said, said
         assert "it waits least for others" in said, said

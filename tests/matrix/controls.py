@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
-from lightning_cudagraph.checks.audit.frozen import StepAudit
+from lightning_cudagraph.checks.audit.step_audit import StepAudit
 from tests.matrix.judge import Case
 from tests.matrix.places import LOW, Place
 from tests.matrix.runs import UNCHECKED
@@ -81,7 +81,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "guards, of a plain loop": Control(_NO_GUARDS, Case("attribute", "between two calls", "step")),
     "audit": Control(
-        {"lightning_cudagraph.trainer.common.captured_run.frozen_python_audit": _no_audit},
+        {"lightning_cudagraph.trainer.common.captured_run.step_audit": _no_audit},
         Case("counter: attribute", setting=UNCHECKED),
     ),
     "walk": Control(_NO_WALK, Case("deque", _NEW, setting=UNCHECKED)),
@@ -93,7 +93,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "effects": Control(_NO_EFFECTS, Case("counter: ctypes", setting=UNCHECKED)),
     "checks after pauses": Control(
-        {f"{_PACKAGE}.checks.verify.verify.Verifier.pause": lambda verifier: None},
+        {f"{_PACKAGE}.checks.verify.verifier.Verifier.pause": lambda verifier: None},
         Case("replaced function", "epoch start of the module", changes=1, make=_ReplacedFunction),
     ),
     "whole guards of tensors": Control(

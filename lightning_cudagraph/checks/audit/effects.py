@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.calls.host_calls import uses_refused
-from lightning_cudagraph.checks.audit.frozen import SetOption, effect_error
 from lightning_cudagraph.checks.audit.host_lines import (
     first_line,
     is_set_elsewhere,
@@ -26,6 +25,7 @@ from lightning_cudagraph.checks.audit.host_lines import (
     nearest_line,
 )
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.checks.audit.step_audit import SetOption, effect_error
 from lightning_cudagraph.checks.walk.host_objects import VALUES, is_users_module
 from lightning_cudagraph.checks.walk.kinds import hides_state
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved

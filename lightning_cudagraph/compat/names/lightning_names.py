@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_cudagraph.compat.features import (
     EVALUATION,
     FABRIC,
+    FAST_PATH,
     MANUAL,
     REPLICAS,
-    SHORT_WAY,
     TIMES,
     TRAINING,
 )
@@ -187,25 +187,25 @@ _LOGS = (
     *named(f"{_CONNECTOR}.result", "_get_default_dtype", TRAINING, EVALUATION, probe=accepts()),
     members(f"{_LOOPS}.evaluation_loop._EvaluationLoop", "_results", EVALUATION),
 )
-_SHORT_WAY = (
+_FAST_PATH = (
     members(
-        f"{_CONNECTOR}.logger_connector._LoggerConnector", "_callback_metrics _logged_metrics", SHORT_WAY
+        f"{_CONNECTOR}.logger_connector._LoggerConnector", "_callback_metrics _logged_metrics", FAST_PATH
     ),
-    PrivateName(f"{_EPOCH_LOOP}.advance", (SHORT_WAY,), _is_as_it_was_read),
-    members(_EPOCH_LOOP, "_skip_next_val _warning_cache", SHORT_WAY),
-    *named(_EPOCH_LOOP, "_should_check_val_epoch", SHORT_WAY, probe=accepts("self")),
-    *named(_EPOCH_LOOP, "_should_check_val_fx", SHORT_WAY, probe=accepts("self", "data_fetcher")),
+    PrivateName(f"{_EPOCH_LOOP}.advance", (FAST_PATH,), _is_as_it_was_read),
+    members(_EPOCH_LOOP, "_skip_next_val _warning_cache", FAST_PATH),
+    *named(_EPOCH_LOOP, "_should_check_val_epoch", FAST_PATH, probe=accepts("self")),
+    *named(_EPOCH_LOOP, "_should_check_val_fx", FAST_PATH, probe=accepts("self", "data_fetcher")),
     *named(
-        _EPOCH_LOOP, "_build_kwargs", SHORT_WAY, probe=accepts("self", "kwargs", "batch", "batch_idx")
+        _EPOCH_LOOP, "_build_kwargs", FAST_PATH, probe=accepts("self", "kwargs", "batch", "batch_idx")
     ),
     *named(
         f"{_PYTORCH}.LightningModule",
         "_on_before_batch_transfer",
-        SHORT_WAY,
+        FAST_PATH,
         probe=accepts("self", "batch", "dataloader_idx"),
     ),
-    PrivateName(f"{_LOOPS}.fetchers._DataLoaderIterDataFetcher", (SHORT_WAY,)),
-    PrivateName(f"{_LOOPS}.progress._Progress", (SHORT_WAY,)),
+    PrivateName(f"{_LOOPS}.fetchers._DataLoaderIterDataFetcher", (FAST_PATH,)),
+    PrivateName(f"{_LOOPS}.progress._Progress", (FAST_PATH,)),
 )
 _STRATEGIES = (
     members(f"{_PYTORCH}.strategies.Strategy", "_lightning_optimizers", TRAINING, MANUAL),
@@ -221,4 +221,4 @@ _STRATEGIES = (
     members(f"{_WRAPPERS}._FabricModule", "_strategy", FABRIC),
 )
 
-LIGHTNING = (*_TRAINER, *_TRAINING_LOOP, *_LOGS, *_SHORT_WAY, *_STRATEGIES)
+LIGHTNING = (*_TRAINER, *_TRAINING_LOOP, *_LOGS, *_FAST_PATH, *_STRATEGIES)

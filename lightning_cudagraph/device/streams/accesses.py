@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter
-from lightning_cudagraph.device.streams.dataflow import Span
+from lightning_cudagraph.device.streams.dataflow import AddressRange
 from lightning_cudagraph.tensors.layouts import extent
 from lightning_cudagraph.tensors.writes import written_by
 
@@ -69,8 +69,8 @@ class Access:
         cost: rough estimate of its time, in small kernels.
     """
 
-    reads: list[Span]
-    writes: list[Span]
+    reads: list[AddressRange]
+    writes: list[AddressRange]
     tensors: list[Tensor]
     cost: float
     places: list[tuple[torch.UntypedStorage, int]]
@@ -151,13 +151,13 @@ def _place(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
     return storage, storage.data_ptr()
 
 
-def all_of(tensor: Tensor) -> Span:
+def all_of(tensor: Tensor) -> AddressRange:
     """The addresses of the storage of a tensor."""
     storage, start = _place(tensor)
     return start, start + storage.nbytes()
 
 
-def _span(tensor: Tensor) -> Span:
+def _span(tensor: Tensor) -> AddressRange:
     if not tensor.numel():
         return 0, 0
     start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.itemsize

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 # Addresses in bytes, [start, end).
-Span = tuple[int, int]
+AddressRange = tuple[int, int]
 
 # The cost of a wait for an op of another stream, in the unit of `cost`: it keeps a chain on one stream.
 _SWITCH_COST = 0.5
@@ -65,11 +65,11 @@ class _Memory:
         self._starts: list[int] = []
         self._pieces: list[_Piece] = []
 
-    def overlapping(self, span: Span) -> list[_Piece]:
+    def overlapping(self, span: AddressRange) -> list[_Piece]:
         first, last = self._slice(span)
         return self._pieces[first:last]
 
-    def exactly(self, span: Span) -> list[_Piece]:
+    def exactly(self, span: AddressRange) -> list[_Piece]:
         """The pieces that make up a range exactly; new ones where no op has been."""
         start, end = span
         if start >= end:
@@ -88,7 +88,7 @@ class _Memory:
         self._put(first, last, found)
         return found
 
-    def one(self, span: Span) -> _Piece:
+    def one(self, span: AddressRange) -> _Piece:
         """Replace everything in a range by one new piece."""
         start, end = span
         self._cut(start)
@@ -101,7 +101,7 @@ class _Memory:
         self._starts.clear()
         self._pieces.clear()
 
-    def _slice(self, span: Span) -> tuple[int, int]:
+    def _slice(self, span: AddressRange) -> tuple[int, int]:
         start, end = span
         first = bisect_right(self._starts, start)
         if first and self._pieces[first - 1].end > start:
@@ -170,8 +170,8 @@ class Flow:
 
     def add(
         self,
-        reads: Iterable[Span],
-        writes: Iterable[Span],
+        reads: Iterable[AddressRange],
+        writes: Iterable[AddressRange],
         cost: float = 1.0,
         also_after: Callable[[int, float], Iterable[int]] = lambda stream, time: (),
     ) -> Placed:
@@ -204,7 +204,7 @@ class Flow:
                 self._memory.one(span).writer = placed.number
         return placed
 
-    def made(self, placed: Placed, spans: Iterable[Span]) -> list[int]:
+    def made(self, placed: Placed, spans: Iterable[AddressRange]) -> list[int]:
         """Record the memory that an op has allocated for its results.
 
         Args:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lightning_cudagraph.device.streams.accesses import access_of, all_of, made_by, only_looks
-from lightning_cudagraph.device.streams.dataflow import Flow, Span
+from lightning_cudagraph.device.streams.dataflow import AddressRange, Flow
 
 
 class RecordedOp(NamedTuple):
     """An op of a capture: the address ranges that it reads, writes and makes, and its cost."""
 
-    reads: list[Span]
-    writes: list[Span]
-    made: list[Span]
+    reads: list[AddressRange]
+    writes: list[AddressRange]
+    made: list[AddressRange]
     cost: float
 
 

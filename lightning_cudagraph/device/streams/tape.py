@@ -16,12 +16,12 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lightning_cudagraph.device.streams.accesses import access_of, made_by, only_looks
-from lightning_cudagraph.device.streams.dataflow import Flow, Placed, Span
+from lightning_cudagraph.device.streams.dataflow import AddressRange, Flow, Placed
 
 W = TypeVar("W")
 
 # No memory has this address: random ops write there, so that they keep their order among themselves.
-_GENERATOR: Span = (-2, -1)
+_GENERATOR: AddressRange = (-2, -1)
 
 
 class Tape(Generic[W]):

@@ -20,7 +20,7 @@ from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.errors import CUDAGraphError
 from lightning_cudagraph.timing.events.collective_marks import Collectives
 from lightning_cudagraph.timing.layers.layer_marks import LayerMarks
-from lightning_cudagraph.timing.layers.layers import Placement
+from lightning_cudagraph.timing.layers.layer_selection import Placement
 from lightning_cudagraph.timing.readings.spans import (
     BACKWARD_TAG,
     FORWARD_TAG,

@@ -20,7 +20,7 @@ import torch
 from lightning_cudagraph.capture.stream_choice import is_trial
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph
 from lightning_cudagraph.errors import TimerError
-from lightning_cudagraph.timing.events.timed_blocks import TimedBlock, Timing, Timings, name_of
+from lightning_cudagraph.timing.events.timed_blocks import TimedBlock, TimedPass, TimedPasses, name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,7 +46,7 @@ class _Outside(threading.local):
     """Unreported blocks outside of graphs, of one thread."""
 
     def __init__(self) -> None:
-        self.blocks = Timings()
+        self.blocks = TimedPasses()
         self.unreported_since_s = 0.0  # since the outermost was entered, or the last report
         self.is_reporting = False
 
@@ -99,7 +99,7 @@ class Profiler(Generic[Context]):
     _graphs: WeakSet[Any]
     _captures: list[tuple[ref[Any], int]]  # graph and thread of each capture under way
     _outside: _Outside
-    _unreported: set[Timings]  # outside of graphs, of all threads
+    _unreported: set[TimedPasses]  # outside of graphs, of all threads
     _n_entered: int  # `with` blocks
 
     def __new__(cls, dump_fn: Callable[[Context, float], None]) -> Self:
@@ -287,7 +287,7 @@ class Profiler(Generic[Context]):
 
     def _begun(self, graph: Any) -> None:
         with _lock:
-            setattr(graph, _BLOCKS, Timings())
+            setattr(graph, _BLOCKS, TimedPasses())
             self._graphs.add(graph)
             _events_in[graph] = []
             self._captures.append((ref(graph), get_ident()))
@@ -306,7 +306,7 @@ class Profiler(Generic[Context]):
             _events_in.pop(graph, None)
 
     def _replayed(self, graph: Any) -> None:
-        blocks: Timings | None = getattr(graph, _BLOCKS, None)
+        blocks: TimedPasses | None = getattr(graph, _BLOCKS, None)
         if blocks is None or not len(blocks) or self._is_capturing() or is_trial():
             return
         for timing in blocks.open():
@@ -316,7 +316,7 @@ class Profiler(Generic[Context]):
             warnings.warn(text, RuntimeWarning, stacklevel=3)
         self._report(blocks)
 
-    def _report(self, blocks: Timings) -> None:
+    def _report(self, blocks: TimedPasses) -> None:
         times = blocks.read()  # all of them before user code runs
         outside = self._outside
         was_reporting, outside.is_reporting = outside.is_reporting, True
@@ -338,11 +338,11 @@ class Profiler(Generic[Context]):
 
     # Called by `TimedBlock`:
 
-    def _entered(self, context: Context) -> Timing | None:
+    def _entered(self, context: Context) -> TimedPass | None:
         outside = self._outside
         if Profiler.active is not self or outside.is_reporting:
             return None
-        timing = Timing(context)
+        timing = TimedPass(context)
         if not timing.captured:
             if not outside.blocks.n_open:
                 outside.unreported_since_s = monotonic()
@@ -358,10 +358,10 @@ class Profiler(Generic[Context]):
             )
             return None
         _events_in[graph].extend(timing.events)
-        blocks: Timings = getattr(graph, _BLOCKS)
+        blocks: TimedPasses = getattr(graph, _BLOCKS)
         return blocks.enter(timing)
 
-    def _left(self, timing: Timing, failed: bool) -> None:
+    def _left(self, timing: TimedPass, failed: bool) -> None:
         blocks = timing.home
         if blocks is None:  # forgotten by `reset`
             return

@@ -53,10 +53,10 @@ def _event_here() -> Any:
     return HostEvent()
 
 
-class Timing:
+class TimedPass:
     """One pass through a timed block: two events, and the line of the user's code that entered it.
 
-    A timing is `captured` if it is part of a graph, and `is_left` once both events have been recorded.
+    A pass is `captured` if it is part of a graph, and `is_left` once both events have been recorded.
     Its `home` is the list that holds it; `is_told` if a warning has said that the block was never left.
     """
 
@@ -66,7 +66,7 @@ class Timing:
         self.context = context
         self.captured = is_captured_here()
         self.events = _event_here(), _event_here()
-        self.home: Timings | None = None
+        self.home: TimedPasses | None = None
         self.is_left = self.is_told = False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and str(frame.f_globals.get("__name__")).startswith(_OWN):
@@ -108,7 +108,7 @@ class Timing:
                 " or `clear()` the registry.",
             ) from error
 
-    def ended_before(self, other: Timing) -> bool:
+    def ended_before(self, other: TimedPass) -> bool:
         """True if the end of `other` is not earlier; both ends have been reached."""
         end, other_end = self.events[1], other.events[1]
         if type(end) is not type(other_end):
@@ -133,24 +133,24 @@ def _brief(context: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def read_ms(timings: Sequence[Timing], last: Timing) -> list[float]:
-    """Read timings of blocks that have been left, with one wait for the block that was left last."""
-    if timings and is_captured_here():
+def read_ms(passes: Sequence[TimedPass], last: TimedPass) -> list[float]:
+    """Read passes of blocks that have been left, with one wait for the block that was left last."""
+    if passes and is_captured_here():
         raise TimerError(
-            f"{timings[0]} was read during a capture, in which nothing runs and no time passes.",
+            f"{passes[0]} was read during a capture, in which nothing runs and no time passes.",
             "Read it after the capture and a replay.",
         )
     try:
-        if timings:
+        if passes:
             last.events[1].synchronize()
-        return [timing.elapsed_ms() for timing in timings]
+        return [timing.elapsed_ms() for timing in passes]
     except RuntimeError:
         # Another stream has not come as far yet, or a graph has never been replayed.
-        return [timing.read_ms() for timing in timings]
+        return [timing.read_ms() for timing in passes]
 
 
-class Timings:
-    """Timings that are read together, in the order in which their blocks were entered."""
+class TimedPasses:
+    """Passes that are read together, in the order in which their blocks were entered."""
 
     def __init__(self) -> None:
         self.clear()
@@ -161,21 +161,21 @@ class Timings:
     def clear(self) -> None:
         for timing in getattr(self, "_all", ()):
             timing.home = None
-        self._all: list[Timing] = []
-        self._last: Timing | None = None
+        self._all: list[TimedPass] = []
+        self._last: TimedPass | None = None
         self.n_open = 0
 
-    def open(self) -> list[Timing]:
-        """Timings of blocks that have been entered and not left."""
+    def open(self) -> list[TimedPass]:
+        """Passes of blocks that have been entered and not left."""
         return [timing for timing in self._all if not timing.is_left] if self.n_open else []
 
-    def enter(self, timing: Timing) -> Timing:
+    def enter(self, timing: TimedPass) -> TimedPass:
         timing.home = self
         self._all.append(timing)
         self.n_open += 1
         return timing
 
-    def leave(self, timing: Timing) -> None:
+    def leave(self, timing: TimedPass) -> None:
         """Note that a block has been left; one of another list was entered before all of this list."""
         if (home := timing.home) is not self:
             assert home is not None
@@ -186,7 +186,7 @@ class Timings:
         self._last = timing
         self.n_open -= 1
 
-    def discard(self, timing: Timing) -> None:
+    def discard(self, timing: TimedPass) -> None:
         timing.home = None
         self._all.remove(timing)
         self.n_open -= 1
@@ -213,18 +213,18 @@ class TimedBlock:
     """A timed block: a context manager, which may be nested and used in any thread, and a decorator.
 
     A copy, or a pickle of it when loaded, is a block that has not been entered. The owner makes a
-    `Timing`, or None, when the block is entered, and receives it when it is left.
+    `TimedPass`, or None, when the block is entered, and receives it when it is left.
     """
 
     def __init__(self, owner: Any, context: Any) -> None:
         self._owner = owner
         self._context = context
-        self._open: dict[int, list[Timing | None]] = {}  # by thread, the outermost first
+        self._open: dict[int, list[TimedPass | None]] = {}  # by thread, the outermost first
 
-    def _entered(self) -> Timing | None:
+    def _entered(self) -> TimedPass | None:
         return self._owner._entered(self._context)  # type: ignore[no-any-return]
 
-    def _left(self, timing: Timing, failed: bool) -> None:
+    def _left(self, timing: TimedPass, failed: bool) -> None:
         self._owner._left(timing, failed)
 
     def __reduce__(self) -> Any:

@@ -11,8 +11,8 @@ from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph
 from lightning_cudagraph.errors import TimerError
 from lightning_cudagraph.timing.events.timed_blocks import (
     TimedBlock,
-    Timing,
-    Timings,
+    TimedPass,
+    TimedPasses,
     has_no_time,
     is_captured_here,
     read_ms,
@@ -40,8 +40,8 @@ class EventTimer(TimedBlock):
 
     def __init__(self) -> None:
         super().__init__(None, None)
-        self._last: Timing | None = None
-        self._captured: list[Timing] = []
+        self._last: TimedPass | None = None
+        self._captured: list[TimedPass] = []
 
     def synchronize(self) -> None:
         """Block the host until the end of the block has been reached.
@@ -80,9 +80,9 @@ class EventTimer(TimedBlock):
         self._last = None
         self._captured = []
 
-    def _last_ended(self) -> Timing | None:
-        """Wait for all timings, and return the one with the latest end; None if no end is reached."""
-        found: Timing | None = None
+    def _last_ended(self) -> TimedPass | None:
+        """Wait for all passes, and return the one with the latest end; None if no end is reached."""
+        found: TimedPass | None = None
         if torch.cuda.is_initialized():
             # `Event.synchronize` does not wait for an event before its graph has set it once.
             torch.cuda.current_stream().synchronize()
@@ -98,10 +98,10 @@ class EventTimer(TimedBlock):
                 found = timing
         return found
 
-    def _entered(self) -> Timing:
-        return _kept(Timing())
+    def _entered(self) -> TimedPass:
+        return _kept(TimedPass())
 
-    def _left(self, timing: Timing, failed: bool) -> None:
+    def _left(self, timing: TimedPass, failed: bool) -> None:
         if not failed:
             self._last = timing
             if timing.captured:
@@ -112,7 +112,7 @@ class EventTimer(TimedBlock):
         return type(self), ()
 
 
-def _kept(timing: Timing) -> Timing:
+def _kept(timing: TimedPass) -> TimedPass:
     """Keep the events of a timing alive if it is in a CUDA graph, which does not."""
     if timing.captured and EmulatedGraph.recording() is None:
         _in_graphs.extend(timing.events)
@@ -140,7 +140,7 @@ class TimerRegistry(Generic[Context]):
     """
 
     def __init__(self) -> None:
-        self._timings = Timings()
+        self._passes = TimedPasses()
 
     def time(self, context: Context) -> TimedBlock:
         """Return a block for ``with``, or to decorate a function; each call returns a block of its own.
@@ -160,25 +160,25 @@ class TimerRegistry(Generic[Context]):
             TimerError: if a block is still open, if the graph has not been replayed or its capture has
                 failed, or if a capture is under way.
         """
-        for timing in self._timings.open():
+        for timing in self._passes.open():
             raise TimerError(
                 f"{timing} has been entered and not left, so that it has no end.",
                 "Leave it before the times are read, best by `with`; `clear()` forgets it.",
             )
-        return self._timings.read()
+        return self._passes.read()
 
     def synchronize(self) -> None:
         """Block the host until the end of the block that was left last has been reached."""
-        self._timings.wait()
+        self._passes.wait()
 
     def clear(self) -> None:
         """Forget all blocks."""
-        self._timings.clear()
+        self._passes.clear()
 
-    def _entered(self, context: Context) -> Timing:
-        return self._timings.enter(_kept(Timing(context)))
+    def _entered(self, context: Context) -> TimedPass:
+        return self._passes.enter(_kept(TimedPass(context)))
 
-    def _left(self, timing: Timing, failed: bool) -> None:
+    def _left(self, timing: TimedPass, failed: bool) -> None:
         if timing.home is not None:  # not forgotten by `clear`
             (timing.home.discard if failed else timing.home.leave)(timing)
 

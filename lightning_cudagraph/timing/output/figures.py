@@ -12,7 +12,13 @@ from lightning_cudagraph.timing.output.tables import layers_of, timed_steps
 from lightning_cudagraph.timing.output.texts import shortened
 from lightning_cudagraph.timing.readings.spans import STEP_TAG, Track
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
-from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, Slice, slices_of, step_end
+from lightning_cudagraph.timing.readings.timeline import (
+    TICKS_PER_MS,
+    TRACKS,
+    PlacedCall,
+    calls_of,
+    step_end,
+)
 from lightning_cudagraph.timing.readings.windows import Times, WindowSummary
 
 if TYPE_CHECKING:
@@ -158,18 +164,18 @@ def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | N
     """The step as a timeline of gap, copy, passes, layers and optimizer; None if no step was timed."""
     if (typical := summary.typical()) is None:
         return None
-    slices = [one for one in slices_of(typical) if one.depth < len(_WHITE_BY_DEPTH)]
-    if not slices:
+    calls = [one for one in calls_of(typical) if one.depth < len(_WHITE_BY_DEPTH)]
+    if not calls:
         return None
     # The line of the picture for each track, row and depth, and the lines of each track.
-    lines = sorted({(TRACKS.index(one.track), one.row, one.depth) for one in slices})
+    lines = sorted({(TRACKS.index(one.span.track), one.row, one.depth) for one in calls})
     places = {(TRACKS[track], row, depth): place for place, (track, row, depth) in enumerate(lines)}
     track_places: dict[Track, list[int]] = {}
     for (track, _, _), place in places.items():
         track_places.setdefault(track, []).append(place)
     figure, axes = _figure(1.05 + 0.16 * len(places))
     total_ms = step_end(typical) / TICKS_PER_MS
-    first_ms = min(min(one.begin for one in slices) / TICKS_PER_MS, 0.0)
+    first_ms = min(min(one.begin for one in calls) / TICKS_PER_MS, 0.0)
     left_ms = max(first_ms, -_LONGEST_LEAD_STEPS * total_ms) if total_ms > 0 else first_ms
     margin_ms = 0.005 * (total_ms - left_ms)
     axes.set_xlim(left_ms - margin_ms, total_ms + margin_ms)
@@ -190,7 +196,7 @@ def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | N
     whole = summary.step
     about = _about(summary, device) + (f", {whole.p50_ms:.3f} ms each" if whole is not None else "")
     _entitle(axes, f"{shortened(model, _MODEL_WIDTH)}: one step", about)
-    _draw(figure, axes, slices, places)
+    _draw(figure, axes, calls, places)
     return figure
 
 
@@ -212,19 +218,19 @@ def _mixed(colour: str, white: float) -> tuple[float, float, float]:
 
 
 def _draw(
-    figure: Figure, axes: Axes, slices: list[Slice], places: dict[tuple[Track, int, int], int]
+    figure: Figure, axes: Axes, calls: list[PlacedCall], places: dict[tuple[Track, int, int], int]
 ) -> None:
     # Widths are known after the layout.
     figure.draw_without_rendering()
     to_px, to_ms = axes.transData.transform, axes.transData.inverted().transform
     px_ms = to_ms((1.0, 0.0))[0] - to_ms((0.0, 0.0))[0]
     rectangles: dict[tuple[Track, int, bool], list[tuple[float, float, int]]] = {}
-    for one in slices:
+    for one in calls:
         begin_ms, width_ms = one.begin / TICKS_PER_MS, (one.end - one.begin) / TICKS_PER_MS
-        place = places[one.track, one.row, one.depth]
-        # Narrow slices have no edge, which would hide them, and a minimum width.
+        place = places[one.span.track, one.row, one.depth]
+        # Narrow calls have no edge, which would hide them, and a minimum width.
         has_edge = width_ms > 4 * px_ms
-        kind = one.track, one.depth, has_edge
+        kind = one.span.track, one.depth, has_edge
         rectangles.setdefault(kind, []).append((begin_ms, max(width_ms, 1.2 * px_ms), place))
     for (track, depth, has_edge), of_kind in rectangles.items():
         axes.barh(
@@ -239,20 +245,20 @@ def _draw(
     left_px, right_px = axes.bbox.x0, axes.bbox.x1
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     widths_px: dict[str, float] = {}
-    named: list[tuple[Slice, float]] = []
+    named: list[tuple[PlacedCall, float]] = []
     shortest: dict[str, str] = {}
-    for one in slices:
+    for one in calls:
         begin_px = max(to_px((one.begin / TICKS_PER_MS, 0.0))[0], left_px)
         end_px = min(to_px((one.end / TICKS_PER_MS, 0.0))[0], right_px)
-        name = _fitting(one.name, end_px - begin_px - 6, axes, renderer, widths_px)
+        name = _fitting(one.span.name, end_px - begin_px - 6, axes, renderer, widths_px)
         if name:
             named.append((one, to_ms(((begin_px + end_px) / 2, 0.0))[0]))
-            shortest[one.name] = min(shortest.get(one.name, name), name, key=len)
+            shortest[one.span.name] = min(shortest.get(one.span.name, name), name, key=len)
     for one, middle_ms in named:
         axes.text(
             middle_ms,
-            places[one.track, one.row, one.depth],
-            shortest[one.name],  # the same label of a layer in both passes
+            places[one.span.track, one.row, one.depth],
+            shortest[one.span.name],  # the same label of a layer in both passes
             ha="center",
             va="center_baseline",
             fontsize=_FONT_POINTS - 1.5,

@@ -120,12 +120,14 @@ def time_lines(
     eager: WindowSummary = _NO_TIMES,
     ranks: Sequence[str] = (),
     event_host_us: float = 0.0,
+    label: str = "graph",
 ) -> list[str]:
     """Format the parts of a step: in replays, in eager steps of the warm-up, and in all processes.
 
-    With every step timed, `event_host_us` is the host time of one event per step.
+    With every step timed, `event_host_us` is the host time of one event per step. The first line has the
+    label.
     """
-    lines = _parts_line("graph", graph)
+    lines = _parts_line(label, graph)
     lines += [f"{line}; {_WATCHED}" for line in _parts_line("warm-up", eager)]
     return [*lines, *_gap_line(graph, event_host_us), *_ranks_lines(ranks)]
 
@@ -133,21 +135,6 @@ def time_lines(
 def layer_lines(graph: WindowSummary, eager: WindowSummary = _NO_TIMES) -> list[str]:
     """Format a table of the slowest layers, in replays and in eager steps of the warm-up."""
     return _layer_lines(graph, eager) or _layer_lines(eager, _NO_TIMES, "in warm-up, watched: ")
-
-
-def eager_report(
-    times: WindowSummary, notes: Sequence[str], ranks: Sequence[str] = (), ended: str = ""
-) -> str:
-    """The report of a run without graphs, as plain text with aligned columns.
-
-    `ended` names the exception that ended the run; it is empty without one.
-    """
-    lines = ["lightning_cudagraph: the times of an eager run", *ended_lines(ended)]
-    lines += _parts_line("step", times)
-    lines += _gap_line(times)
-    lines += _ranks_lines(ranks)
-    lines += note_lines(notes)
-    return "\n".join(lines + [f"  {line}" for line in _layer_lines(times, _NO_TIMES)])
 
 
 def _parts_line(label: str, summary: WindowSummary) -> list[str]:

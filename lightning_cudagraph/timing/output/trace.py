@@ -14,7 +14,7 @@ from typing import Any
 from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import STEP_TAG, Reading
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
-from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, slices_of, step_end
+from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, calls_of, step_end
 
 _TICKS_PER_US = TICKS_PER_MS // 1000
 _TRACK_NAMES = {
@@ -25,7 +25,7 @@ _TRACK_NAMES = {
     "optimizer": "optimizer",
     "communication": "communication",
 }
-# Thread numbers in the file. Each track has room for rows of overlapping slices.
+# Thread numbers in the file. Each track has room for rows of overlapping calls.
 _STEPS_THREAD = 1
 _THREADS_PER_TRACK = 100
 # Perfetto identifies threads by their numbers alone, across processes.
@@ -36,7 +36,7 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
     """A trace as a JSON object, in the format of Chrome's trace viewer.
 
     Consecutive steps are placed by the gaps between them, others by the time at which they were read.
-    Times are in microseconds. Two slices of one thread are nested or disjoint. The rank distinguishes
+    Times are in microseconds. Two calls of one thread are nested or disjoint. The rank distinguishes
     traces of several processes that are opened together.
     """
     base = rank * _THREADS_PER_RANK
@@ -61,14 +61,14 @@ def trace_of(readings: Sequence[Reading], title: str = "CUDA graph", rank: int =
         counted_ms = {part: parts_ms[part] for part in ("total", "gap") if part in parts_ms}
         if counted_ms:
             add("C", "step ms", counted_ms, ts=ts)
-        for one in slices_of(reading):
-            thread = base + _THREADS_PER_TRACK * (TRACKS.index(one.track) + 1)
+        for one in calls_of(reading):
+            thread = base + _THREADS_PER_TRACK * (TRACKS.index(one.span.track) + 1)
             thread += min(one.row, _THREADS_PER_TRACK - 1)
             row = f" ({one.row + 1})" if one.row else ""
-            threads.setdefault(thread, _TRACK_NAMES[one.track] + row)
+            threads.setdefault(thread, _TRACK_NAMES[one.span.track] + row)
             ts, dur = (origin + one.begin) / _TICKS_PER_US, (one.end - one.begin) / _TICKS_PER_US
-            about = {"step": reading.step, "all calls ms": round(times_ms[one.tag], 4)}
-            add("X", one.name, about, thread, cat=one.track, ts=ts, dur=dur)
+            about = {"step": reading.step, "all calls ms": round(times_ms[one.span.tag], 4)}
+            add("X", one.span.name, about, thread, cat=one.span.track, ts=ts, dur=dur)
     host = socket.gethostname()
     add("M", "process_name", {"name": title})
     add("M", "process_labels", {"labels": host})

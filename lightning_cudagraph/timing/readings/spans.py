@@ -47,6 +47,11 @@ class Span:
     track: Track
     calls: tuple[tuple[int, int], ...]
 
+    @property
+    def name(self) -> str:
+        """The tag without its group."""
+        return self.tag.partition("/")[2]
+
 
 @dataclass(frozen=True, eq=False)
 class SpanLayout:

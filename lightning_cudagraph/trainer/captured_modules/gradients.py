@@ -84,7 +84,7 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class GradientForms:
     """The form in which gradients come to the outputs of a module. A backward graph is made for one.
 
     Attributes:
@@ -99,7 +99,7 @@ class Arrival:
     device: torch.device
 
     @classmethod
-    def of(cls, gradients: Sequence[Tensor | None], device: torch.device) -> Arrival:
+    def of(cls, gradients: Sequence[Tensor | None], device: torch.device) -> GradientForms:
         """The form of these gradients."""
         forms = tuple(None if each is None else _Form.of(each) for each in gradients)
         return cls(forms, Mode.now(device.type), _switches(), device)

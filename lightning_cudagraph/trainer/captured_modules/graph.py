@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.verify.tape import OpTape, TapeDifference
-from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.device.backend import Backend, Graph
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
@@ -27,7 +27,7 @@ from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id, whole
 from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call, tensors_of, with_tensors
 from lightning_cudagraph.trainer.captured_modules.gradients import (
-    Arrival,
+    GradientForms,
     Mode,
     copied,
     fill,
@@ -103,7 +103,7 @@ class ModuleGraph:
         self._loan = self._static.lend()
         self._leaves = tensors_of(self._loan.batch)
         self._graphs: list[Graph] = []
-        self._backwards: dict[Arrival, _Backward] = {}
+        self._backwards: dict[GradientForms, _Backward] = {}
         self.has_changed = self.is_unproved = False
         self._use: weakref.ref[Use] | None = None
         self._tape = OpTape()
@@ -111,7 +111,7 @@ class ModuleGraph:
         self.replays = 0
         self.refused: UnsupportedError | None = None
 
-    def capture(self, arrival: Arrival | None) -> None:
+    def capture(self, forms: GradientForms | None) -> None:
         """Capture the call, and its backward pass for gradients in one form, if there is one.
 
         Raises:
@@ -122,18 +122,18 @@ class ModuleGraph:
             own = (self._static.batch, *self._module.parameters(), *self._module.buffers())
             refuse_shared_outputs(self.outputs, tensors_of(own))
             self._loan.refuse_changes(self.written)
-            if arrival is not None and self._pass.uses:
-                self._capture_backward(arrival)
+            if forms is not None and self._pass.uses:
+                self._capture_backward(forms)
             self._recording.take(self)
         except BaseException:
             self.release()
             raise
 
-    def _capture_backward(self, arrival: Arrival) -> _Backward:
-        given = arrival.static()
+    def _capture_backward(self, forms: GradientForms) -> _Backward:
+        given = forms.static()
 
         def body() -> list[Tensor | None]:
-            with arrival.mode.entered():
+            with forms.mode.entered():
                 return self._pass.gradients(given)
 
         gradients, calls_user_code = self._recorded(body)
@@ -144,7 +144,7 @@ class ModuleGraph:
                 LEAVE_OUT,
             )
         made = _Backward(self._graphs[-1], given, gradients, calls_user_code)
-        self._backwards[arrival] = made
+        self._backwards[forms] = made
         self.is_unproved, self._tape = True, OpTape()
         return made
 
@@ -226,28 +226,28 @@ class ModuleGraph:
                 "A weight or buffer of a captured module, which its backward pass needs, has been"
                 " changed in place since the forward pass. Torch refuses this without a graph, too."
             )
-        arrival = Arrival.of(gradients, self._backend.device)
+        forms = GradientForms.of(gradients, self._backend.device)
         with torch.no_grad():
-            if (found := self._backward_for(arrival)) is None:
+            if (found := self._backward_for(forms)) is None:
                 with self._backend.on_side_stream():
                     return copied(self._pass.gradients(gradients))
             fill(found.given, gradients)
             found.graph.replay()
             return copied(found.gradients)
 
-    def _backward_for(self, arrival: Arrival) -> _Backward | None:
+    def _backward_for(self, forms: GradientForms) -> _Backward | None:
         """The backward graph for gradients of a form, captured if need be; None if none can be."""
-        found = self._backwards.get(arrival)
+        found = self._backwards.get(forms)
         if found is not None and not found.calls_user_code:
             return found
         with self._forward_mode.entered():
             has_changed = self.has_changed or self._recording.changed(before_capture=found is None)
         if found is not None and not has_changed:
             return found
-        if not arrival.is_plain:
+        if not forms.is_plain:
             return None
         try:
-            found = self._capture_backward(arrival)
+            found = self._capture_backward(forms)
         except UnsupportedError as error:
             clear_frames(error)
             self.refused = error
@@ -277,8 +277,8 @@ class ModuleGraph:
             with self._backend.on_side_stream(), undone:
                 found = self._passed(self._static.lend_values().batch)
                 gradients = []
-                for arrival, each in self._backwards.items():
-                    with arrival.mode.entered():
+                for forms, each in self._backwards.items():
+                    with forms.mode.entered():
                         gradients.append(found.gradients(each.given))
                 return _values(found, gradients)
 

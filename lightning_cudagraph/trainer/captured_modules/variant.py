@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.steps import StepCounts
-from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
+from lightning_cudagraph.checks.audit.step_audit import step_audit
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
-from lightning_cudagraph.checks.verify.verify import Verifier
+from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.backend import Backend, Graph
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
@@ -26,7 +26,7 @@ from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_gr
 from lightning_cudagraph.tensors.batch import retains_gradient
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call, tensors_of
-from lightning_cudagraph.trainer.captured_modules.gradients import Arrival
+from lightning_cudagraph.trainer.captured_modules.gradients import GradientForms
 from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
 from lightning_cudagraph.trainer.captured_modules.node import NO_SECOND
 from lightning_cudagraph.trainer.captured_modules.refusals import refuse_shared_memory
@@ -95,7 +95,7 @@ class ModulesRun:
         with ExitStack() as stack:
             if is_in_group():
                 stack.enter_context(CollectiveRules(_ALONE, LEAVE_OUT))
-            audit = frozen_python_audit(module, self.trainer, self.backend.device, self._rules)
+            audit = step_audit(module, self.trainer, self.backend.device, self._rules)
             mentioned = stack.enter_context(audit).mentioned
             guards.mentioned.append(mentioned)
             stack.enter_context(self._carried.inside(lambda: ""))
@@ -120,7 +120,7 @@ class Variant:
         self.graphs: list[ModuleGraph] = []
         self.refused: UnsupportedError | None = None
         self._compiled = CompiledCode()
-        self._arrivals: dict[int, Arrival] = {}
+        self._gradient_forms: dict[int, GradientForms] = {}
         self._step, self._position, self._steps = -1, 0, 0
 
     @cached_property
@@ -189,7 +189,7 @@ class Variant:
             self.refused = UnsupportedError(*NO_SECOND)
         # None for an output of cuDNN's LSTM that the loss does not use.
         arrived[index] = None if gradient is None else gradient.detach()
-        self._arrivals[position] = Arrival.of(arrived, self._run.backend.device)
+        self._gradient_forms[position] = GradientForms.of(arrived, self._run.backend.device)
 
     def capture(self, call: Call) -> ModuleGraph:
         """Capture a call.
@@ -199,10 +199,10 @@ class Variant:
         """
         if self._compiled.is_called:
             raise UnsupportedError("The module calls compiled code.", LEAVE_OUT)
-        others = [*self._arrivals.values()]  # of calls of the same step, if not of this one
-        arrival = self._arrivals.get(self._position, others[0] if others else None)
+        others = [*self._gradient_forms.values()]  # of calls of the same step, if not of this one
+        forms = self._gradient_forms.get(self._position, others[0] if others else None)
         graph = ModuleGraph(self._run.backend, self._module, self._forward, call, self)
-        graph.capture(arrival if arrival is not None and arrival.is_plain else None)
+        graph.capture(forms if forms is not None and forms.is_plain else None)
         self.graphs.append(graph)
         self._run.counts.captures += 1
         return graph
@@ -257,6 +257,6 @@ class Variant:
             self.guards.drop()
         for graph in graphs:
             graph.has_changed = True
-        self._arrivals.clear()
+        self._gradient_forms.clear()
         self._steps = 0
         return graphs

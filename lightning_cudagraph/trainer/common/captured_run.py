@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from torch import nn
 
-from lightning_cudagraph.checks.audit.frozen import StepAudit, frozen_python_audit
+from lightning_cudagraph.checks.audit.step_audit import StepAudit, step_audit
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
@@ -30,7 +30,7 @@ from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.config.support import ALONE, TELL_LIGHTNING
 from lightning_cudagraph.trainer.logs.logged_step import Event
 from lightning_cudagraph.trainer.logs.recorder import Logs
-from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 
 # Set by Lightning around each hook, and restored after it.
@@ -156,9 +156,7 @@ class CapturedRun:
                 harmless, stays = self.settings.harmless | _OF_LIGHTNING, self.metrics.stays_on_host
                 known = replace(host_rules(self.trainer, harmless, stays), **rules)
                 device = self.backend.device
-                audit = stack.enter_context(
-                    frozen_python_audit(self.module, self.trainer, device, known)
-                )
+                audit = stack.enter_context(step_audit(self.module, self.trainer, device, known))
                 self.guards.mentioned.append(audit.mentioned)
             recomputed = stack.enter_context(recomputed_apart(self.module))
             stack.enter_context(self.carried.inside(hooks))

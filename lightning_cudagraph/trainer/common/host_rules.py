@@ -37,7 +37,7 @@ from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.trainer.logs.silent import Silent
-from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 
 # Attributes of every module that belong to torch and Lightning, but for settings of the user's.
 OWN_ATTRIBUTES = frozenset(vars(pl.LightningModule())) - {

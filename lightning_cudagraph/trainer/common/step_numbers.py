@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lightning_cudagraph.checks.audit.frozen import moving_number
+from lightning_cudagraph.checks.audit.step_audit import moving_number
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue
 from lightning_cudagraph.trainer.config.settings import Settings

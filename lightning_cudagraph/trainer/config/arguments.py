@@ -8,9 +8,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning_cudagraph.errors import ConfigurationError
 from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, wrong_argument
 from lightning_cudagraph.tensors.buckets import Buckets
-from lightning_cudagraph.timing.layers.layers import LayerTimings
+from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
 from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, callbacks_of
-from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
+from lightning_cudagraph.trainer.layer_timings_monitor import LayerTimingsMonitor
 
 _CALLBACK = "CUDAGraphCallback"
 

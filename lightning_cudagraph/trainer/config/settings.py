@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_cudagraph.capture.context import CaptureSettings
-from lightning_cudagraph.timing.layers.layers import LayerTimings
+from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
 
 Scope = Literal["auto", "step", "forward_backward", "modules"]
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import refuse
 from lightning_cudagraph.errors import CaptureError, Location, see
-from lightning_cudagraph.graphed_step.surroundings import optimizer_inside
+from lightning_cudagraph.graphed_step.framework import optimizer_inside
 from lightning_cudagraph.tensors.host_values import HostValue
 from lightning_cudagraph.trainer.common.host_rules import SCHEDULED_BY_LOSS
 

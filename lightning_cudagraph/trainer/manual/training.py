@@ -45,6 +45,7 @@ from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS, StepNu
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.logs.recorder import Logs
+from lightning_cudagraph.trainer.manual.frameworks import ManualOptimization
 from lightning_cudagraph.trainer.manual.schedulers import (
     MovedRate,
     ScheduledOptimizers,
@@ -52,9 +53,8 @@ from lightning_cudagraph.trainer.manual.schedulers import (
     refuse_read,
     refusing_step,
 )
-from lightning_cudagraph.trainer.manual.surroundings import ManualOptimization
 from lightning_cudagraph.trainer.metrics.calls import Later
-from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
@@ -88,19 +88,19 @@ class ManualTraining:
         self._is_timed = settings.timings is not None
         self._step = Original(trainer.strategy, "training_step")
         self.is_in_step = False
-        surroundings = _WholeStep(trainer)
-        rules = surroundings.rules(settings.harmless, surroundings.scaler())
-        surroundings.metrics = StepMetrics(module, trainer, backend, rules)
-        surroundings.logs = Logs(trainer, module, surroundings.metrics, adds=False)
-        surroundings.numbers = StepNumbers(surroundings.steps, settings)
+        framework = _WholeStep(trainer)
+        rules = framework.rules(settings.harmless, framework.scaler())
+        framework.metrics = StepMetrics(module, trainer, backend, rules)
+        framework.logs = Logs(trainer, module, framework.metrics, adds=False)
+        framework.numbers = StepNumbers(framework.steps, settings)
         optimizers = {f"optimizers[{i}]": each for i, each in enumerate(trainer.strategy.optimizers)}
         self._run = _ManualRun(
             StepFunction(
-                _of_strategy(self._step, surroundings),
+                _of_strategy(self._step, framework),
                 module,
                 optimizers,
-                surroundings.scaler(),
-                surroundings,
+                framework.scaler(),
+                framework,
                 StepReplicas(module),
             ),
             backend,
@@ -180,19 +180,19 @@ def _check(module: pl.LightningModule, settings: Settings) -> None:
             )
 
 
-def _of_strategy(step: Callable[..., Any], surroundings: _WholeStep) -> Callable[..., Any]:
+def _of_strategy(step: Callable[..., Any], framework: _WholeStep) -> Callable[..., Any]:
     # A function of this module: with a bound method, the audit would take the strategy for the user's.
     def training_step(*args: Any) -> Any:
         try:
             return step(*args)
         finally:
-            surroundings.scheduled.restore()
+            framework.scheduled.restore()
 
     return training_step
 
 
 class _WholeStep(ManualOptimization):
-    """The surroundings of a whole step."""
+    """Lightning around a whole step."""
 
     metrics: StepMetrics
     logs: Logs
@@ -323,7 +323,7 @@ class _ManualRun(StepRun):
     """The engines of a `training_step`."""
 
     def _recorder_of(self, of: StepFunction) -> StepRecorder:
-        whole, device = of.surroundings, self.backend.device
+        whole, device = of.framework, self.backend.device
         assert isinstance(whole, _WholeStep)
         rules = whole.rules(self._harmless, of.scaler)
         recorder = _ManualRecorder(of, self._optimizers, rules, device, are_agreed=True)

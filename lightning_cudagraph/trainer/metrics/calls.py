@@ -25,7 +25,7 @@ from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.errors import CaptureError, see
 from lightning_cudagraph.tensors.batch import copied_leaf, map_leaves
 from lightning_cudagraph.tensors.host_values import value_of
-from lightning_cudagraph.trainer.metrics.of_model import metrics_of
+from lightning_cudagraph.trainer.metrics.model_metrics import metrics_of
 
 # The host bookkeeping of a metric about its calls.
 CALL_STATE = ("_update_count", "_computed", "_forward_cache")

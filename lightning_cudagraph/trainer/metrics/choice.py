@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.trainer.metrics.of_model import found_metrics, metrics_of, replaced
+from lightning_cudagraph.trainer.metrics.model_metrics import found_metrics, metrics_of, replaced
 from lightning_cudagraph.trainer.metrics.trials import MetricTrials
 
 

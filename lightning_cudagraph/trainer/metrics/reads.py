@@ -1,7 +1,7 @@
 """Reads of metric attributes (states, counts) by user code in a captured step.
 
 The states of a metric have common names, such as `weight` or `total`. Modules are audited by the names
-that their code mentions (`checks/audit/walker.py`); for metrics that would match unrelated code, so
+that their code mentions (`checks/walk/walker.py`); for metrics that would match unrelated code, so
 actual reads are intercepted.
 """
 

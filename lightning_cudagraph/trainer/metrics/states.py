@@ -40,7 +40,7 @@ from lightning_cudagraph.trainer.metrics.calls import (
 )
 from lightning_cudagraph.trainer.metrics.choice import MetricChoice, calls_members
 from lightning_cudagraph.trainer.metrics.fixed_counts import FixedCounts
-from lightning_cudagraph.trainer.metrics.of_model import found_metrics, metrics_of, replaced
+from lightning_cudagraph.trainer.metrics.model_metrics import found_metrics, metrics_of, replaced
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
 from lightning_cudagraph.trainer.metrics.trials import MetricTrials, keep_states, known_only
 

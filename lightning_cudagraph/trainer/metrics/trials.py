@@ -19,7 +19,7 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_cudagraph.capture.graph import outside_inference_mode
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
-from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
+from lightning_cudagraph.checks.audit.step_audit import step_audit
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.lines.user_lines import user_location
@@ -30,7 +30,7 @@ from lightning_cudagraph.tensors.state import StaticState
 from lightning_cudagraph.tensors.writes import storage_id
 from lightning_cudagraph.trainer.metrics.calls import CALL_STATE, Probe
 from lightning_cudagraph.trainer.metrics.fixed_counts import FixedCounts
-from lightning_cudagraph.trainer.metrics.of_model import metrics_of, states_of
+from lightning_cudagraph.trainer.metrics.model_metrics import metrics_of, states_of
 
 # Reductions by which `forward` merges the old state and the batch's, without the update count.
 _REDUCTIONS = (dim_zero_sum, dim_zero_max, dim_zero_min)
@@ -140,7 +140,7 @@ class MetricTrials:
         keep_states(state, name, copy)
         with ExitStack() as stack:
             device = self._backend.device
-            audit = frozen_python_audit(copy, self._trainer, device, self._rules)
+            audit = step_audit(copy, self._trainer, device, self._rules)
             mentioned = stack.enter_context(audit).mentioned
             stack.enter_context(known_only({id(inner) for _, inner in metrics_of(copy)}))
             stack.enter_context(self._backend.checked())

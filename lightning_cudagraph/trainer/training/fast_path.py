@@ -24,7 +24,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
-from lightning_cudagraph.compat.features import SHORT_WAY
+from lightning_cudagraph.compat.features import FAST_PATH
 from lightning_cudagraph.compat.method_patches import MethodPatch, Original
 from lightning_cudagraph.compat.names.lightning_names import (
     _DataLoaderIterDataFetcher,
@@ -90,7 +90,7 @@ class FastPath:
         self._steps = steps
         self._loop = run.trainer.fit_loop.epoch_loop
         self._original = Original(self._loop, "advance")
-        self._is_known = available(SHORT_WAY)
+        self._is_known = available(FAST_PATH)
         # Found once, after a replay, and valid until something other than a replay happens.
         self._looked = False
         self._can = False

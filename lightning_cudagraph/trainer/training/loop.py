@@ -20,13 +20,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import Step, StepCounts
-from lightning_cudagraph.compat.features import SHORT_WAY
+from lightning_cudagraph.compat.features import FAST_PATH
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.compat.tables import notes, notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement
-from lightning_cudagraph.timing.layers.layers import untimed_notes
+from lightning_cudagraph.timing.layers.layer_selection import untimed_notes
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
@@ -132,7 +132,7 @@ class GraphedTraining:
     @property
     def notes(self) -> list[str]:
         """Notes on changes made for the capture, and on features that are off."""
-        off = [*notes_of_captures(self._run.backend.device), *notes(SHORT_WAY), *self._times.off]
+        off = [*notes_of_captures(self._run.backend.device), *notes(FAST_PATH), *self._times.off]
         return [*self._part.notes, *profiler_notes(self._trainer), *off]
 
     @property

@@ -31,7 +31,7 @@ from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.optim.optimizers import EagerOptimizer
+from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
 from lightning_cudagraph.tensors.batch import map_leaves
 from lightning_cudagraph.tensors.host_values import copied_output
 from lightning_cudagraph.timing.readings.step_time import Plain

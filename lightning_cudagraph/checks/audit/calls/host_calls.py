@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightning_cudagraph.checks.audit.calls.handed_out import is_of_optimizers, note_handed_out
+from lightning_cudagraph.checks.audit.calls.framework_reads import is_of_optimizers, note_framework_read
 from lightning_cudagraph.checks.audit.calls.known_calls import (
     CLOCKS,
     EFFECTS,
@@ -240,7 +240,7 @@ class HostCalls:
             return
         if self._rules.hands_out(frame.f_locals.get(code.co_varnames[0])):
             behind = self._after_backward()
-            note_handed_out(
+            note_framework_read(
                 frame, value, self.mentioned, lambda found: behind and is_of_optimizers(found)
             )
 

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_cudagraph.timing.output.metrics import MetricsWriter
+from lightning_cudagraph.timing.output.logged_medians import MediansWriter
 from lightning_cudagraph.timing.output.tensorboard.charts import Charts
 from lightning_cudagraph.timing.output.tensorboard.logger_writer import LoggerWriter
 from lightning_cudagraph.timing.output.tensorboard.records import behind, curves_of, n_bytes
@@ -130,7 +130,7 @@ def other_loggers_writer(
     window_steps: int,
     step_now: Callable[[], int],
     without_curve: frozenset[str] = frozenset(),
-) -> MetricsWriter:
+) -> MediansWriter:
     """Writer of medians to the loggers that are not for TensorBoard.
 
     A `CSVLogger` is left out: its rows have all columns, and users compare its files between runs.
@@ -138,4 +138,4 @@ def other_loggers_writer(
     others = [x for x in loggers if not isinstance(x, (TensorBoardLogger, CSVLogger, DummyLogger))]
     if getattr(rank_zero_only, "rank", 0) != 0:
         others = []
-    return MetricsWriter(others, window_steps, step_now, without_curve)
+    return MediansWriter(others, window_steps, step_now, without_curve)

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.optim.optimizers import EagerOptimizer, PreparedOptimizer
+from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
+from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 from lightning_cudagraph.processes.agreement import Agreement, of_ranks
 from lightning_cudagraph.trainer.config.settings import Scope

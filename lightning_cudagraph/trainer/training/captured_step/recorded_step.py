@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.optim.optimizers import EagerOptimizer
+from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
 from lightning_cudagraph.tensors.batch import compared_outputs, map_leaves
 from lightning_cudagraph.tensors.host_values import held
 from lightning_cudagraph.tensors.local import local

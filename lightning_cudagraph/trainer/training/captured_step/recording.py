@@ -25,7 +25,7 @@ from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, as_output, names_a_class
 from lightning_cudagraph.timing.events.marks import StepMarks
-from lightning_cudagraph.timing.layers.layers import LayerTimings, never_timed
+from lightning_cudagraph.timing.layers.layer_selection import LayerTimings, never_timed
 from lightning_cudagraph.trainer.common.captured_run import Gradient, gradient_of
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.common.profilers import unprofiled

@@ -14,7 +14,7 @@ from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.capture.steps import Step
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.errors import HookError
-from lightning_cudagraph.optim.optimizers import EagerOptimizer
+from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
 from lightning_cudagraph.tensors.recomputed import detach_recomputed
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
 from lightning_cudagraph.trainer.training.captured_step.recording import Recorder

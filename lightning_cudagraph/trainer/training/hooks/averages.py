@@ -20,13 +20,13 @@ from lightning_cudagraph.capture.context import CaptureSettings
 from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.graphed_step.framework import PlainLoop
 from lightning_cudagraph.graphed_step.record import StepFunction
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun, backend_for
-from lightning_cudagraph.graphed_step.surroundings import PlainLoop
 from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES
 from lightning_cudagraph.trainer.config.support import callbacks_of
-from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 from lightning_cudagraph.trainer.training.hooks.user_hooks import is_known
 from lightning_cudagraph.trainer.training.run import TrainingRun
 
@@ -148,7 +148,7 @@ class _Average:
                 _Pair(average, model),
                 optimizers={},
                 scaler=None,
-                surroundings=_BetweenSteps(),
+                framework=_BetweenSteps(),
                 replicas=StepReplicas(nn.Module()),
                 has_gradients=False,
             ),
@@ -200,7 +200,7 @@ class _Pair(nn.Module):
 
 
 class _BetweenSteps(PlainLoop):
-    """The surroundings of an update: no optimizer, no framework that it reads."""
+    """The loop around an update: no optimizer, no framework that it reads."""
 
     unwatched = PlainLoop.unwatched | OWN_ATTRIBUTES
 

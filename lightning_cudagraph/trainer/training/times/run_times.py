@@ -23,7 +23,7 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.processes.peers import own_store
 from lightning_cudagraph.timing.events.clock import FitClock
 from lightning_cudagraph.timing.events.marks import StepMarks
-from lightning_cudagraph.timing.layers.layers import (
+from lightning_cudagraph.timing.layers.layer_selection import (
     LayerTimings,
     Placement,
     layers_at,
@@ -33,8 +33,9 @@ from lightning_cudagraph.timing.layers.layers import (
     without_curves,
 )
 from lightning_cudagraph.timing.output.dashboard import Dashboard
+from lightning_cudagraph.timing.output.eager_summary import EagerSummary
 from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_text
-from lightning_cudagraph.timing.output.report import eager_report, layer_lines, time_lines
+from lightning_cudagraph.timing.output.report import layer_lines, time_lines
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.output.tensorboard.charts import StepBand, StepLine
 from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter, other_loggers_writer
@@ -123,8 +124,8 @@ class RunTimes:
         model = type(module).__qualname__
         device = trainer.strategy.root_device
         is_cuda = device.type == "cuda"
-        device_name = torch.cuda.get_device_name(device) if is_cuda else device.type.upper()
-        self._dashboard = Dashboard(self._tensorboard, window_steps, model, device_name)
+        self._device_name = torch.cuda.get_device_name(device) if is_cuda else device.type.upper()
+        self._dashboard = Dashboard(self._tensorboard, window_steps, model, self._device_name)
         # Closed from the last to the first, so a sink that others write to comes before them.
         line = StepLine(self.pace, self._tensorboard.add_scalars)
         self._rate = TimingRate(every_n_steps, backend.event_host_us, self._time_fewer)
@@ -258,17 +259,17 @@ class RunTimes:
         self._tensorboard.add_text("cudagraph/report", str(summary), step_number(self._trainer))
         return summary
 
-    def eager_report(self, untimed: Mapping[str, str], ended: str = "") -> str:
-        """Read the remaining events, and write the report of a run without graphs.
+    def finish_eager(self, untimed: Mapping[str, str], ended: str = "") -> EagerSummary:
+        """Read the remaining events, and show the summary of a run without graphs as the report.
 
         `untimed` are parts without times, in words, with the reason. If an exception has ended the run,
         no event is waited for.
         """
         ranks = self._finish(ended)
         notes = [*untimed_notes(untimed), *self._notes()]
-        text = eager_report(self._dashboard.summary(), notes, ranks, ended)
-        self._tensorboard.add_text("layer_timings/report", text, step_number(self._trainer))
-        return text
+        summary = EagerSummary.of(self._dashboard.summary(), self._device_name, notes, ranks, ended)
+        self._tensorboard.add_text("layer_timings/report", str(summary), step_number(self._trainer))
+        return summary
 
     def _finish(self, ended: str) -> list[str]:
         """Read the remaining events; in the first process, return the report's lines on all of them."""

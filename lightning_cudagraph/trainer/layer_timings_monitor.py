@@ -9,7 +9,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_cudagraph.errors import ConfigurationError
-from lightning_cudagraph.timing.layers.layers import LayerTimings
+from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
+from lightning_cudagraph.timing.output.eager_summary import EagerSummary
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.times.eager_times import EagerTimes
 
@@ -25,7 +26,7 @@ class LayerTimingsMonitor(Callback):
         timings: the layers that are timed, and the interval in steps.
 
     Attributes:
-        report: the report of the last run; None before its end.
+        summary: summary of the last run; empty before its end. `str` of it is the report.
 
     Raises:
         ConfigurationError: if `timings` is no `LayerTimings`.
@@ -42,7 +43,7 @@ class LayerTimingsMonitor(Callback):
                 ' `LayerTimings(modules=["blocks.*"])`.'
             )
         self.timings = timings
-        self.report: str | None = None
+        self.summary = EagerSummary()
         self._run: EagerTimes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class LayerTimingsMonitor(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close()  # a run that ended in an exception of another callback, before our hooks
         if stage == "fit":
-            self.report = None  # now, because the run may end before its first step
+            self.summary = EagerSummary()  # now, because the run may end before its first step
         ours = [
             callback for callback in callbacks_of(trainer) if isinstance(callback, LayerTimingsMonitor)
         ]
@@ -64,7 +65,7 @@ class LayerTimingsMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close()
-        self.report = None
+        self.summary = EagerSummary()
         self._run = EagerTimes(trainer, pl_module, self.timings)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -112,20 +113,20 @@ class LayerTimingsMonitor(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None:
-            self.report = self._run.finish()
+            self.summary = self._run.finish()
         self._close()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.report is not None:
-            rank_zero_info(self.report)
+        if self.summary.device:
+            rank_zero_info(str(self.summary))
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         try:
             if self._run is not None:
-                self.report = self._run.finish(exception)
-                rank_zero_info(f"\n{self.report}")  # below the line of a progress bar
+                self.summary = self._run.finish(exception)
+                rank_zero_info(f"\n{self.summary}")  # below the line of a progress bar
         finally:
             self._close()
 

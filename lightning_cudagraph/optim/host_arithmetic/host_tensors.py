@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
-from lightning_cudagraph.optim.host_program import State
+from lightning_cudagraph.optim.host_arithmetic.host_program import State
 
 
 @contextmanager

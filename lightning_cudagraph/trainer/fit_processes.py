@@ -112,7 +112,7 @@ def _check_same_place(lowest: Vote, highest: Vote) -> None:
         )
 
 
-class Distributed:
+class FitProcesses:
     """The `Agreement` of the processes of a `fit`; without effect if there is one process."""
 
     def __init__(self, trainer: pl.Trainer) -> None:

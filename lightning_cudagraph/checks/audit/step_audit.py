@@ -158,7 +158,7 @@ def one_audit() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def frozen_python_audit(
+def step_audit(
     model: nn.Module,
     trainer: Any,
     device: torch.device,

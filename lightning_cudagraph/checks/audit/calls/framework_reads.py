@@ -23,7 +23,7 @@ _NUMBERS = (int, float, bool)
 _NO_OBJECTS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
-def note_handed_out(
+def note_framework_read(
     frame: FrameType, value: Any, mentioned: MentionedNames, leaves_out: Callable[[Any], bool]
 ) -> None:
     """Record the value that a framework function returns to user code."""

@@ -30,7 +30,7 @@ class MetricNames(dict[str, str]):
         return self[tag]
 
 
-class MetricsWriter(ReadingWindow):
+class MediansWriter(ReadingWindow):
     """Sink that logs the medians of a window: few numbers, because loggers may send them over a network.
 
     It logs in pauses, off the critical path, and without pauses once a minute at most. It logs the last

@@ -15,10 +15,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from types import BuiltinFunctionType, FrameType
 from typing import Any
 
@@ -27,15 +25,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map
-from lightning_cudagraph.device.host_work import HostInput, work_under_capture
-from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
-from lightning_cudagraph.errors import CaptureError
-from lightning_cudagraph.optim.gate import Gate
-from lightning_cudagraph.optim.host_program import HostProgram, HostScalar, State
-from lightning_cudagraph.optim.host_tensors import Alike, HostTensors, out_of_sight
+from lightning_cudagraph.optim.gate import gate_of
+from lightning_cudagraph.optim.host_arithmetic.host_program import HostProgram, HostScalar, State
+from lightning_cudagraph.optim.host_arithmetic.host_tensors import Alike, HostTensors, out_of_sight
+from lightning_cudagraph.optim.host_arithmetic.refusal import refused
+from lightning_cudagraph.optim.host_arithmetic.scalar_ops import any_sparse, is_gated_write, with_tensors
+from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage, StagedNumbers
+from lightning_cudagraph.optim.host_arithmetic.tensor_operation import TensorOperation, of_one_tensor
 from lightning_cudagraph.optim.outcomes import Outcomes
-from lightning_cudagraph.optim.scalar_ops import any_sparse, is_gated_write, with_tensors
 
 # How the names of its modules begin.
 _LIGHTNING = "lightning."
@@ -59,37 +58,6 @@ _ON_NUMBERS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _refused(
-    what: str, remedy: str = "Use another optimizer to have its step in the graph too."
-) -> CaptureError:
-    return CaptureError(
-        f"The step of the optimizer {what}.", remedy, in_optimizer=True, location=user_location()
-    )
-
-
-class Stage:
-    """Static input of a graph for numbers that the host computes.
-
-    Attributes:
-        numbers: the tensor on the device, in double precision, with three columns: the numbers if the
-            step before was done, those if it was skipped, and those for a step that is itself skipped.
-    """
-
-    def __init__(self, device: torch.device, size: int) -> None:
-        self._input = HostInput(device, size * 3 * 8)
-        self.numbers = self._input.memory.view(torch.float64).view(size, 3)
-        self._filled = b""
-
-    def fill(self, rows: list[tuple[float, float, float]]) -> None:
-        """Copy numbers to the device, on the current stream, unless the last ones were the same."""
-        values = array("d", chain.from_iterable(rows))
-        if (now := values.tobytes()) == self._filled:
-            return
-        with self._input.filled(len(now)) as source:
-            source.copy_(torch.frombuffer(values, dtype=torch.uint8))
-        self._filled = now
-
-
 class TracedStep(OwnFunctionMode):
     """Function mode that records the host computations of an optimizer's steps in one capture."""
 
@@ -107,9 +75,9 @@ class TracedStep(OwnFunctionMode):
         self._outcomes = outcomes
         self._device = device
         self._stage = stage
+        self._staged = StagedNumbers(stage, optimizer)
         self.program = program = HostProgram()
         self.is_under_way = True
-        self._selects = False
         self._tensors = tensors
         # By id; holds the tensor, so that the id is not reused.
         self._nodes: dict[int, tuple[Tensor, int]] = {}
@@ -126,17 +94,6 @@ class TracedStep(OwnFunctionMode):
         self._moves: list[tuple[Alike, int]] = []
         self._fills: list[tuple[int, float]] = []
         self._is_registered = False
-        # The slot of each node, and of its numbers that are neutral in a skipped step.
-        self._staged: dict[tuple[int, float | None], int] = {}
-        self._numbers: Tensor | None = None
-        # By type, and the gate of the step that they are neutral in.
-        self._casts: dict[tuple[torch.dtype, Gate | None], Tensor] = {}
-
-    @property
-    def _gate(self) -> Gate | None:
-        """The gate of the step, if a gradient scaler may skip it."""
-        gate: Gate | None = work_under_capture().gates.get(id(self._optimizer))
-        return gate
 
     def option(self, name: tuple[object, ...], read: Callable[[], float]) -> HostScalar:
         """A traced option of the optimizer, for the step to find; `read` gives its value."""
@@ -155,7 +112,7 @@ class TracedStep(OwnFunctionMode):
             return self._with_device_numbers(func, args, kwargs, leaves)
         if any(_is_nan(leaf) for leaf in leaves):
             name = getattr(func, "__name__", str(func))
-            raise _refused(
+            raise refused(
                 f"gives `{name}` a NaN, or a number that C code has made of one that moves",
                 "Compute it with Python's operators, `lr ** 0.5` for `math.sqrt(lr)`: they are traced.",
             )
@@ -177,7 +134,7 @@ class TracedStep(OwnFunctionMode):
                 return self._on_host(func, args, kwargs)
         if is_host:
             args, kwargs = tree_map(self._for_device, (args, kwargs))
-        gate = self._gate
+        gate = gate_of(self._optimizer)
         if gate is not None and is_gated_write(func, args, gate) and not any_sparse(leaves):
             done = with_tensors(func, args, kwargs, self._number, gate)
             if done is not None:
@@ -188,7 +145,7 @@ class TracedStep(OwnFunctionMode):
                 return done[0]
         if is_scalar:
             name = getattr(func, "__name__", str(func))
-            raise _refused(f"gives `{name}` a number that is another one in each step")
+            raise refused(f"gives `{name}` a number that is another one in each step")
         return func(*args, **kwargs)
 
     def _is_of_step(self, tensor: Tensor) -> bool:
@@ -217,7 +174,7 @@ class TracedStep(OwnFunctionMode):
             return args[0].to(kwargs.get("dtype") or torch.get_default_dtype(), copy=True)
         done = None if is_first else self._numbered(func, args, kwargs)
         if done is None:
-            raise _refused(f"gives `{name}` a number that it reads from the device")
+            raise refused(f"gives `{name}` a number that it reads from the device")
         return done[0]
 
     def _numbered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
@@ -275,32 +232,12 @@ class TracedStep(OwnFunctionMode):
     def _for_device(self, leaf: Any) -> Any:
         if id(leaf) not in self._nodes:
             return leaf
-        return self._at(self._nodes[id(leaf)][1], leaf.dtype)
+        return self._staged.at(self._nodes[id(leaf)][1], leaf.dtype)
 
     def _number(self, number: Any, dtype: torch.dtype, neutral: float | None) -> Tensor:
         if isinstance(number, Tensor):
             return number.type(dtype)
-        return self._at(self.program.node_of(number), dtype, neutral)
-
-    def _at(self, node: int, dtype: torch.dtype, neutral: float | None = None) -> Tensor:
-        """The value of a node in the static input; if the step is skipped, the neutral number."""
-        slot = self._staged.setdefault((node, neutral), len(self._staged))
-        if slot >= self._stage.numbers.shape[0]:
-            raise _refused("computes more numbers on the host than a graph has room for")
-        kind = dtype, None if neutral is None else self._gate
-        if kind not in self._casts:
-            self._casts[kind] = self._column(*kind)
-        return self._casts[kind][slot]
-
-    def _column(self, dtype: torch.dtype, gate: Gate | None) -> Tensor:
-        done, skipped, neutral = self._stage.numbers.unbind(1)
-        if self._numbers is None:
-            first = self._gate
-            self._selects = first is not None
-            self._numbers = done if first is None else torch.where(first.last_was_skipped, skipped, done)
-        if gate is None:
-            return self._numbers.type(dtype)
-        return torch.where(gate.skip, neutral, self._numbers).type(dtype)
+        return self._staged.at(self.program.node_of(number), dtype, neutral)
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor from a number, or from a host tensor."""
@@ -308,7 +245,7 @@ class TracedStep(OwnFunctionMode):
             on_host = self._recorded(func, args, {**kwargs, "device": torch.device("cpu")})
         if _device_of(kwargs).type == "cpu":
             return on_host
-        return self._at(self._nodes[id(on_host)][1], on_host.dtype)
+        return self._staged.at(self._nodes[id(on_host)][1], on_host.dtype)
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name: str = getattr(func, "__name__", "")
@@ -319,53 +256,39 @@ class TracedStep(OwnFunctionMode):
             node = self._nodes[id(args[0])][1]
             return self.program.decide(self.program.operation("bool", bool, (node,)))
         if name in _READ:
-            raise _refused(f"reads its state in host memory with `{name}`")
+            raise refused(f"reads its state in host memory with `{name}`")
         if name == "__get__":
             return func(*args, **kwargs)
         if not name.startswith("_foreach_"):
             return self._recorded(func, args, kwargs)
         return [
-            self._recorded(func, *_each(index, len(args[0]), args, kwargs))
+            self._recorded(func, *of_one_tensor(index, len(args[0]), args, kwargs))
             for index in range(len(args[0]))
         ]
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op on the host, and record it in the program."""
-        name: str = func.__name__
-        nodes: list[int] = []
 
-        def taken(leaf: Any) -> Any:
+        def node_of(leaf: Any) -> int | None:
             if id(leaf) in self._nodes:
-                nodes.append(self._nodes[id(leaf)][1])
-            elif isinstance(leaf, HostScalar):
-                nodes.append(leaf.node)
-            elif isinstance(leaf, Tensor):
-                raise _refused(f"gives `{name}` tensors of the host and of the device")
-            else:
-                return leaf
-            return _Operand(len(nodes) - 1)
+                return self._nodes[id(leaf)][1]
+            if isinstance(leaf, Tensor):
+                raise refused(f"gives `{func.__name__}` tensors of the host and of the device")
+            return leaf.node if isinstance(leaf, HostScalar) else None
 
-        shape_args, shape_kwargs = tree_map(taken, (args, kwargs))
-        in_place = name.endswith("_") and not name.endswith("__")
-        is_list = name.startswith("_foreach_")
-
-        def do(*values: Any) -> Any:
-            own_args = [_given(shape, values) for shape in shape_args]
-            own_kwargs = {key: _given(shape, values) for key, shape in shape_kwargs.items()}
-            if not in_place:
-                result = func(*own_args, **own_kwargs)
-                return result[0] if is_list else result
-            target = (own_args[0][0] if is_list else own_args[0]).clone()
-            func([target] if is_list else target, *own_args[1:], **own_kwargs)
-            return target
-
-        key = (name, repr(shape_args), repr(sorted(shape_kwargs.items(), key=lambda item: item[0])))
-        done = do(*map(self.program.value, nodes))
+        operation = TensorOperation.of(func, args, kwargs, node_of)
+        nodes = operation.nodes
+        done = operation(*map(self.program.value, nodes))
         if not isinstance(done, Tensor):
             return done  # such as a shape, which does not change
-        node = self.program.operation(key, do, tuple(nodes)) if nodes else self.program.constant(done)
-        value = self.program.value(node)
-        result = (args[0][0] if is_list else args[0]) if in_place else value.clone()
+        if nodes:
+            node = self.program.operation(operation.key, operation, nodes)
+        else:
+            node = self.program.constant(done)
+        if operation.in_place:
+            result = args[0][0] if operation.is_list else args[0]
+        else:
+            result = self.program.value(node).clone()
         self._nodes[id(result)] = (result, node)
         return result
 
@@ -377,17 +300,17 @@ class TracedStep(OwnFunctionMode):
             for alike in tensors.alike:
                 self._split(alike)
         moves[:] = [(each, node) for each in tensors.alike if (node := self._end_of(each)) is not None]
-        staged[:] = [(node, 0.0 if neutral is None else neutral) for node, neutral in self._staged]
-        gate, outcomes = self._gate, self._outcomes
+        staged[:] = self._staged.nodes
+        gate, outcomes = gate_of(self._optimizer), self._outcomes
         if self._is_registered and gate is not None and moves:
-            raise _refused("is called several times with a gradient scaler, and counts on the host")
+            raise refused("is called several times with a gradient scaler, and counts on the host")
         if self._is_registered or not (staged or moves):
             return
         self._is_registered = True
         runs: list[list[Any]] = []
 
         def before() -> None:
-            if not self._selects:
+            if not self._staged.depend_on_outcome:
                 outcomes.settle()
             runs[:] = [program.run(state) for state in outcomes.possible()]
             if staged:
@@ -421,7 +344,7 @@ class TracedStep(OwnFunctionMode):
         """The node with the final value of a group of equal tensors; None if the step leaves them."""
         ends = {self._nodes[id(member)][1] for member in alike.members}
         if len(ends) > 1:
-            raise _refused(
+            raise refused(
                 f"moves `{alike.name}` of some parameters and not of others, which it has moved so far,"
                 " because they have no gradient in this step"
             )
@@ -438,7 +361,7 @@ def _refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:  # the name that searches for user code know
         if any(isinstance(arg, HostScalar) for arg in args):
-            raise _refused(f"gives `math.{name}` a number that is another one in each step")
+            raise refused(f"gives `math.{name}` a number that is another one in each step")
         return function(*args, **kwargs)
 
     return stand_in
@@ -451,33 +374,3 @@ def _fills(index: Any, value: Any) -> bool:
 
 def _device_of(kwargs: dict[str, Any]) -> torch.device:
     return torch.device(kwargs.get("device") or "cpu")
-
-
-class _Operand:
-    """Placeholder for an operand of the program, in the arguments of a host op."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"operand {self.index}"
-
-
-def _given(shape: Any, values: tuple[Any, ...]) -> Any:
-    """An argument with operands filled in for the placeholders."""
-    if isinstance(shape, _Operand):
-        return values[shape.index]
-    if type(shape) in (list, tuple):
-        return [_given(each, values) for each in shape]
-    return shape
-
-
-def _each(
-    index: int, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a `_foreach_` op for one of its tensors."""
-
-    def own(value: Any) -> Any:
-        return [value[index]] if isinstance(value, (list, tuple)) and len(value) == count else value
-
-    return tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}

@@ -37,7 +37,7 @@ from lightning_cudagraph import (
 )
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.effects import Effects
-from lightning_cudagraph.checks.audit.frozen import StepAudit
+from lightning_cudagraph.checks.audit.step_audit import StepAudit
 from lightning_cudagraph.checks.walk.scope import Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
 from tests.harness import Net, assert_same, differences, make, train
@@ -591,7 +591,7 @@ def test_without_the_audit_it_would_train_wrong(
         yield StepAudit(nn.Module(), torch.device("cpu"), HostRules())
 
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
-    monkeypatch.setattr("lightning_cudagraph.trainer.common.captured_run.frozen_python_audit", no_audit)
+    monkeypatch.setattr("lightning_cudagraph.trainer.common.captured_run.step_audit", no_audit)
     monkeypatch.setattr(Effects, "refused", lambda *args: nullcontext())
     callback = CUDAGraphCallback(verify=None)
     graph = train(make(cls), tmp_path / "graph", callback, accelerator=accelerator)
@@ -882,10 +882,10 @@ class NestedOptions(ChangesAt):
 
 GUARDED: dict[type[Net], str] = {
     ConfigOfAModule: "`config.value` of the `ConfigOfAModule` changed from 1.0 to 5.0",
-    GlobalSettings: "`SETTINGS.scale` of `tests.test_frozen` changed from 1.0 to 5.0",
+    GlobalSettings: "`SETTINGS.scale` of `tests.test_step_audit` changed from 1.0 to 5.0",
     ClassAsNamespace: "`scale` of the class `Settings` changed from 1.0 to 5.0",
     OwnClassAttribute: "`factor` of the class `OwnClassAttribute` changed from 1.0 to 5.0",
-    SlotOfAGlobal: "`SLOTS.count` of `tests.test_frozen` changed from 1.0 to 5.0",
+    SlotOfAGlobal: "`SLOTS.count` of `tests.test_step_audit` changed from 1.0 to 5.0",
     NestedOptions: "`options['loss']['scale'][0]` of the `NestedOptions` changed from 1.0 to 5.0",
 }
 

@@ -23,8 +23,8 @@ from lightning_cudagraph.compat.features import FABRIC, MANUAL
 from lightning_cudagraph.compat.names.lightning_names import _FabricModule, _FabricOptimizer
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.graphed_step.surroundings import (
-    SURROUNDINGS,
+from lightning_cudagraph.graphed_step.framework import (
+    FRAMEWORKS,
     PlainLoop,
     optimizer_inside,
     scaler_calls,
@@ -33,8 +33,8 @@ from lightning_cudagraph.graphed_step.surroundings import (
 from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy
 from lightning_cudagraph.trainer.config.support import callbacks_of, scaler_of
-from lightning_cudagraph.trainer.layer_timings import LayerTimingsMonitor
-from lightning_cudagraph.trainer.metrics.of_model import is_metric
+from lightning_cudagraph.trainer.layer_timings_monitor import LayerTimingsMonitor
+from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
 
 # Hooks that Lightning calls from `manual_backward` and from the step of an optimizer.
@@ -199,4 +199,4 @@ def _lightning(owners: list[Any]) -> PlainLoop | None:
     return None
 
 
-SURROUNDINGS.append(_lightning)
+FRAMEWORKS.append(_lightning)

@@ -1,3 +1,3 @@
 """Numbers from the frameworks' own objects, on the GPU."""
 
-from tests.test_handed_out import *  # noqa: F403
+from tests.test_framework_reads import *  # noqa: F403

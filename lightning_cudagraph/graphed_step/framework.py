@@ -1,7 +1,7 @@
 """The interface to the training framework around a captured function; the default is a plain loop.
 
 A framework wraps optimizers, counts their steps, has its own gradient scaler, and offers methods that a
-graph cannot hold. `trainer/manual/surroundings.py` implements the interface for Lightning and Fabric.
+graph cannot hold. `trainer/manual/frameworks.py` implements the interface for Lightning and Fabric.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class PlainLoop:
 
 
 # Detectors of frameworks, given the owner of the function, its modules and its optimizers.
-SURROUNDINGS: list[Callable[[list[Any]], PlainLoop | None]] = []
+FRAMEWORKS: list[Callable[[list[Any]], PlainLoop | None]] = []
 
 
-def surroundings_of(owners: list[Any]) -> PlainLoop:
+def framework_of(owners: list[Any]) -> PlainLoop:
     """Detect the framework of the owner of a bound method, of modules, or of optimizers."""
-    return next((found for known in SURROUNDINGS if (found := known(owners)) is not None), PlainLoop())
+    return next((found for known in FRAMEWORKS if (found := known(owners)) is not None), PlainLoop())
 
 
 def moving_rates() -> dict[CodeType, str]:

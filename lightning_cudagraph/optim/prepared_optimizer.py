@@ -7,29 +7,27 @@ package, bit for bit, whichever steps are replayed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_cudagraph.checks.audit.frozen import option_error
+from lightning_cudagraph.checks.audit.step_audit import option_error
 from lightning_cudagraph.checks.verify.tape import floats_given
 from lightning_cudagraph.checks.walk.scope import Root
-from lightning_cudagraph.compat.attributes import bound, do_nothing
-from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
 from lightning_cudagraph.compat.method_patches import OwnHook
-from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.device.refusals.first_refusal import is_of_receiver
 from lightning_cudagraph.device.sentry.compiled import is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.optim.capturable import allow_on_cpu, not_asked_for
 from lightning_cudagraph.optim.compiled import is_compiled, refuse_changes
+from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
 from lightning_cudagraph.optim.forms import (
     HostSide,
     form_of,
@@ -41,100 +39,13 @@ from lightning_cudagraph.optim.forms import (
     step_hooks,
 )
 from lightning_cudagraph.optim.groups import PreparedGroup, check_group
-from lightning_cudagraph.optim.host_program import HostProgram
-from lightning_cudagraph.optim.host_tensors import HostTensors
+from lightning_cudagraph.optim.host_arithmetic.host_program import HostProgram
+from lightning_cudagraph.optim.host_arithmetic.host_tensors import HostTensors
+from lightning_cudagraph.optim.host_arithmetic.scalar_ops import TensorScalarMode
+from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
+from lightning_cudagraph.optim.host_arithmetic.traced_step import TracedStep
 from lightning_cudagraph.optim.outcomes import Outcomes
-from lightning_cudagraph.optim.scalar_ops import TensorScalarMode
-from lightning_cudagraph.optim.traced import Stage, TracedStep
 from lightning_cudagraph.tensors.local import address_of
-
-
-class EagerOptimizer:
-    """An unchanged optimizer, which steps eagerly after the replay."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.outcomes = Outcomes(lambda _: None)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer steps and that have gradients."""
-        return [
-            parameter
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """The options that a capture freezes, labelled for the user: all but learning rates' values."""
-        return {}
-
-    def options(self) -> tuple[Any, ...]:
-        """The values of `hyperparameters` that the user can set, without labels."""
-        return self.frozen_values()
-
-    def frozen_values(self) -> tuple[Any, ...]:
-        """The values of `hyperparameters` without labels, compared before every replay."""
-        # Also for an eager optimizer: the graph makes gradients of these parameters alone.
-        groups = self.optimizer.param_groups
-        return tuple((id(group), id(group["params"]), len(group["params"])) for group in groups)
-
-    def places(self) -> list[Collection[Any]]:
-        """Lists and dictionary views with members that a capture freezes."""
-        groups = self.optimizer.param_groups
-        return [groups, *(group["params"] for group in groups)]
-
-    @property
-    def is_inspected(self) -> bool:
-        """True if the step in the graph is of an unknown class: all that it can read is compared."""
-        return False
-
-    def read(self) -> list[Root]:
-        """Roots for what a captured step can read of the optimizer, besides `places` and options."""
-        return []
-
-    def learning_rates(self) -> tuple[Any, ...]:
-        """The learning rates, which user code in a captured step can read too."""
-        return tuple([group["lr"] for group in self.optimizer.param_groups])
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The state tensors that a captured step changes, by name."""
-        return {}
-
-    def device_state(self) -> list[Tensor]:
-        return []
-
-    def addresses(self) -> dict[str, Any]:
-        """The identity of the tensors that the optimizer works on, by name."""
-        return {
-            f"parameter {index} in param group {group_idx} of the optimizer": id(parameter)
-            for group_idx, group in enumerate(self.optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
-        }
-
-    def bring_state(self) -> None:
-        """Move the state that the step reads on the host there, before a capture."""
-
-    def check_state(self) -> None:
-        """Prepare the state for a capture, or raise an `UnsupportedError`."""
-
-    def note_moves(self) -> None:
-        """Find out which options a scheduler moves in every step."""
-
-    @contextmanager
-    def step_arithmetic(self, capturing: bool = False) -> Iterator[None]:
-        """Give the enclosed `step` the form that can be captured, in a capture."""
-        yield
-
-    @contextmanager
-    def floats_inside(self, capturing: bool = False) -> Iterator[None]:
-        """Restore the user's options for enclosed user code within `step_arithmetic`."""
-        yield
-
-    def restore(self) -> None:
-        """Restore the optimizer as the user made it, with its present state."""
-
 
 _AS_CAPTURED = (
     "agreement with the captured `optimizer.step`, in its branches and in which parameters have had as"
@@ -169,7 +80,8 @@ class PreparedOptimizer(EagerOptimizer):
         self._restore = ExitStack()
         self._prepare_groups()
         self._hooks = self._registered_hooks()
-        self._allow_cpu()
+        if device.type == "cpu":
+            allow_on_cpu(optimizer, self._restore)
         parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         self._stage = Stage(device, _MAX_NUMBERS + _MAX_NUMBERS_EACH * parameters)
 
@@ -189,25 +101,6 @@ class PreparedOptimizer(EagerOptimizer):
                 in_optimizer=True,
             ) from error
         return registered
-
-    def _allow_cpu(self) -> None:
-        """Add the CPU to torch's devices for `capturable`, for the emulator, until `restore`."""
-        capturable = any(group.get("capturable") for group in self.optimizer.param_groups)
-        if self._device.type != "cpu" or not capturable:
-            return
-        require(CAPTURABLE_ON_CPU)
-        name = "_get_capturable_supported_devices"
-        for cls in type(self.optimizer).__mro__:
-            module = sys.modules[cls.__module__]
-            if cls is not Optimizer and hasattr(module, name):
-                self._restore.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, _and_cpu(getattr(module, name)))
-                return
-        raise UnsupportedError(
-            f"There is no `{name}` beside `{type(self.optimizer).__qualname__}`, and the CPU emulator"
-            " needs it to run capturable optimizers.",
-            "Leave `capturable` out, or use an optimizer of `torch.optim`.",
-        )
 
     def _prepare_groups(self) -> None:
         """Prepare the param groups that are not prepared: at first all, later added or loaded ones."""
@@ -376,7 +269,7 @@ class PreparedOptimizer(EagerOptimizer):
                 traced = self._tracing()
                 stack.enter_context(traced)
                 stack.enter_context(traced.selecting())
-                stack.enter_context(_not_asked_for_capturable(self.optimizer))
+                stack.enter_context(not_asked_for(self.optimizer))
             self._traced = traced
             for prepared in self._groups:
                 prepared.swap_in(traced)
@@ -465,16 +358,3 @@ class PreparedOptimizer(EagerOptimizer):
             for hook in self._hooks:
                 stack.callback(hook.remove)
             stack.callback(self._tensors.let_go)
-
-
-def _and_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    return lambda *args, **kwargs: [*devices(*args, **kwargs), "cpu"]
-
-
-def _not_asked_for_capturable(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Patch out the step's refusal of a capture with counters on the host, where replays count them.
-
-    The method has another name from torch 2.13 on, or two.
-    """
-    names = [name for name in dir(optimizer) if name.endswith("_graph_capture_health_check")]
-    return bound((vars(optimizer), name, do_nothing) for name in names)

@@ -55,7 +55,7 @@ def test_the_same_run(tmp_path: Path, accelerator: str, n: int, accumulate: int,
     plain = train(make(Net), tmp_path / "plain", watched=watched, **arguments)
     timed = train(make(Net), tmp_path / "timed", callbacks=(timings,), watched=watched, **arguments)
     assert_same(plain, timed)
-    assert "features.0" in (timings.report or "")
+    assert "features.0" in str(timings.summary)
 
 
 @pytest.mark.spread(2)
@@ -97,7 +97,7 @@ def test_the_steps_and_the_tags_of_a_run_with_graphs(
     assert found == [step for step in range(1, n_steps, 2) for _ in range(accumulate)]
     assert set(steps(graph, "step_ms/total")) < set(steps(eager, "step_ms/total"))
     text = eager.Tensors("~layer_timings/report/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert (monitor.report or "?") in text
+    assert str(monitor.summary) in text
 
 
 class _SlowHook(Net):
@@ -147,7 +147,7 @@ def test_layers_of_some_steps_are_timed(tmp_path: Path, accelerator: str) -> Non
             max_steps=last,
             max_epochs=-1,
         )
-        (note,) = [line for line in str(timings.report).splitlines() if "does not call it" in line]
+        (note,) = [line for line in str(timings.summary).splitlines() if "does not call it" in line]
         assert "`idle`" in note
         assert "`head`" not in note
 
@@ -155,7 +155,7 @@ def test_layers_of_some_steps_are_timed(tmp_path: Path, accelerator: str) -> Non
 def test_no_step_was_timed(tmp_path: Path, accelerator: str) -> None:
     timings = LayerTimingsMonitor(LayerTimings(every_n_steps=1000))
     run(tmp_path, accelerator, timings)
-    assert "in 1000 is timed, and the run has come to none of them" in str(timings.report)
+    assert "in 1000 is timed, and the run has come to none of them" in str(timings.summary)
 
 
 def test_the_parts_come_to_the_whole(tmp_path: Path, accelerator: str) -> None:
@@ -350,7 +350,7 @@ def test_the_stages_of_manual_optimization(tmp_path: Path, accelerator: str, how
         assert len(times_ms) == 3
         assert min(times_ms) > 0.6 * at_least_ms, stage
     said = "the step has no backward pass, or calls `backward` itself, and not `self.manual_backward`"
-    assert (said in str(timings.report)) == (how == "direct")
+    assert (said in str(timings.summary)) == (how == "direct")
     assert timed.trainer is not None
     for optimizer in timed.trainer.optimizers:
         assert not optimizer._optimizer_step_pre_hooks
@@ -377,7 +377,7 @@ def test_steps_before_the_step(tmp_path: Path, accelerator: str) -> None:
 
     timings = LayerTimingsMonitor()
     assert_same(fit("plain"), fit("timed", timings))
-    assert "one.0" in (timings.report or "")
+    assert "one.0" in str(timings.summary)
 
 
 def test_beside_a_callback_with_graphs(tmp_path: Path, accelerator: str) -> None:
@@ -385,7 +385,7 @@ def test_beside_a_callback_with_graphs(tmp_path: Path, accelerator: str) -> None
     with pytest.raises(ConfigurationError, match=r"timings=LayerTimings\(modules=\('head',\)"):
         run(tmp_path / "both", accelerator, timings, CUDAGraphCallback())
     run(tmp_path / "off", accelerator, timings, CUDAGraphCallback(backend="off"))
-    assert "head" in (timings.report or "")
+    assert "head" in str(timings.summary)
 
 
 def test_only_one(tmp_path: Path, accelerator: str) -> None:

@@ -1,3 +1,0 @@
-"""Times of eager runs on CUDA."""
-
-from tests.test_layer_timings import *  # noqa: F403

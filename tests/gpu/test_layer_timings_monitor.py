@@ -1,0 +1,3 @@
+"""Times of eager runs on CUDA."""
+
+from tests.test_layer_timings_monitor import *  # noqa: F403
