@@ -144,8 +144,16 @@ def _write_attributes(attributes: dict[str, Any], parts: Parts) -> None:
     attributes.update(parts)
 
 
+_METHODS = (FunctionType, classmethod, staticmethod, property)
+
+
 def _of_class(cls: type) -> Parts:
-    return {n: part for n, part in namespace_of(cls).items() if not n.startswith(("__", "_abc_"))}
+    # Of special names, the methods: Python itself keeps caches under others.
+    return {
+        n: part
+        for n, part in namespace_of(cls).items()
+        if not n.startswith(("__", "_abc_")) or type(part) in _METHODS
+    }
 
 
 def _write_class(cls: type, parts: Parts) -> None:
