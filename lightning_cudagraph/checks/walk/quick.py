@@ -25,7 +25,7 @@ def apart(objects: Iterable[Any]) -> list[Any]:
 
 
 def referents(holders: Iterable[Any], iterated: Iterable[Any]) -> list[Any]:
-    """What the garbage collector shows of some objects, and what others iterate over."""
+    """The objects that some refer to, as the garbage collector shows, and that others iterate over."""
     return [*gc.get_referents(*holders), *chain.from_iterable(iterated)]
 
 

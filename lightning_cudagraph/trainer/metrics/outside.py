@@ -6,35 +6,60 @@ call, and the step would miss what the call writes. Warm-up steps tell: their ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_cudagraph.checks.verify.compare import names_that_differ
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
+from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.layouts import has_strides
-from lightning_cudagraph.tensors.writes import storage_id, tensors_in
+from lightning_cudagraph.tensors.writes import storage_id, tensors_in, written_by
 from lightning_cudagraph.trainer.metrics.model_metrics import is_metric, metrics_of, states_of
 
 
-class _Used(OwnDispatchMode):
-    """Dispatch mode that finds the older tensors that ops use, with their versions before."""
+class _OlderTensors(OwnDispatchMode):
+    """Dispatch mode of a call that tells the tensors of others from its own, and from what ops make."""
 
-    def __init__(self, known: list[Tensor]) -> None:
+    def __init__(self, own: Iterable[Tensor]) -> None:
         super().__init__()
-        self._known = {storage_id(tensor) for tensor in known if has_strides(tensor)}
-        self.found: dict[int, tuple[Tensor, int]] = {}
+        self._own = {storage_id(tensor) for tensor in own if has_strides(tensor)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {storage_id(t): t for t in tensors_in(args, kwargs or {}) if _has_version(t)}
-        for key, tensor in inputs.items():
-            if key not in self._known:
-                self.found.setdefault(key, (tensor, tensor._version))
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        given = {storage_id(t): t for t in tensors_in(args, kwargs) if has_strides(t)}
+        self.note({key: t for key, t in given.items() if key not in self._own}, func, args, kwargs)
+        result = func(*args, **kwargs)
         made = {storage_id(tensor) for tensor in tensors_in(result) if has_strides(tensor)}
-        self._known |= made - inputs.keys()
+        self._own |= made - given.keys()
         return result
+
+    def note(self, others: dict[int, Tensor], func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note the tensors of others, by storage, that an op is about to use."""
+        raise NotImplementedError
+
+
+class NoWrites(_OlderTensors):
+    """Dispatch mode of a trial, which must not write into tensors that are no copies."""
+
+    def note(self, others: dict[int, Tensor], func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if others and any(storage_id(t) in others for t in written_by(func, args, kwargs)):
+            raise CaptureError("it writes into a tensor of others.", "Give the metric a state.")
+
+
+class _Used(_OlderTensors):
+    """Dispatch mode that finds the tensors of others that a call uses, with their versions before."""
+
+    def __init__(self, own: Iterable[Tensor]) -> None:
+        super().__init__(own)
+        self.found: dict[int, tuple[Tensor, int]] = {}
+
+    def note(self, others: dict[int, Tensor], func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        for key, tensor in others.items():
+            if not tensor.is_inference():  # these have no versions
+                self.found.setdefault(key, (tensor, tensor._version))
 
 
 class _Use:
@@ -43,14 +68,18 @@ class _Use:
     def __init__(self, model: nn.Module, tensor: Tensor) -> None:
         self.tensor = tensor
         self.members: set[int] = set()
-        self.version = tensor._version
         self._holders = [space for space in _spaces(model) if _holds(space, tensor)]
         self._gradients = [parameter for parameter in model.parameters() if parameter.grad is tensor]
+
+    def remember(self) -> None:
+        self._version = self.tensor._version
+        self._value = self.tensor.detach().clone()  # because fused optimizers count no version
 
     def has_changed(self) -> bool:
         """True if the step has written into it, or put another tensor in its place."""
         return (
-            self.tensor._version != self.version
+            self.tensor._version != self._version
+            or names_that_differ({"": self.tensor.detach()}, {"": self._value}) != []
             or not all(_holds(space, self.tensor) for space in self._holders)
             or any(parameter.grad is not self.tensor for parameter in self._gradients)
         )
@@ -76,14 +105,14 @@ class OutsideTensors:
         states = [own[name] for _, own, name in states_of(metric) if name in own]
         with _Used(tensors_in(*given, *states)) as used:
             yield
-        registered = self._registered()
+        names = self._registered()
         for key, (tensor, version) in used.found.items():
-            if tensor._version != version and key in registered:
-                self._refuse(members, f"writes into {registered[key]}")
+            if tensor._version != version and key in names:
+                self._refuse(members, f"writes into {names[key]}")
             use = self._uses.setdefault(key, _Use(self._model, tensor))
             use.members |= members
         for use in self._uses.values():  # what calls themselves change stays in their order
-            use.version = use.tensor._version
+            use.remember()
 
     def step_ended(self) -> None:
         self._note_changes()
@@ -100,21 +129,15 @@ class OutsideTensors:
             self.reasons.setdefault(member, reason)
 
     def _registered(self) -> dict[int, str]:
-        """The parameters and buffers of the model by storage, in words."""
+        """The parameters and buffers of the model by storage, in words, without buffers of metrics."""
         found: dict[int, str] = {}
         for path, module in self._model.named_modules():
-            tables = [("parameter", module._parameters)]
-            if not is_metric(module):
-                tables.append(("buffer", module._buffers))
-            for kind, table in tables:
+            buffers = {} if is_metric(module) else module._buffers
+            for kind, table in (("parameter", module._parameters), ("buffer", buffers)):
                 for name, tensor in table.items():
                     if tensor is not None and has_strides(tensor):
                         found[storage_id(tensor)] = f"the {kind} `{path}{'.' if path else ''}{name}`"
         return found
-
-
-def _has_version(tensor: Tensor) -> bool:
-    return has_strides(tensor) and not tensor.is_inference()
 
 
 def _spaces(model: nn.Module) -> Iterator[dict[str, Any]]:
