@@ -19,7 +19,7 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_cudagraph.capture.graph import outside_inference_mode
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
-from lightning_cudagraph.checks.audit.frozen import frozen_python_audit
+from lightning_cudagraph.checks.audit.step_audit import step_audit
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.lines.user_lines import user_location
@@ -100,8 +100,8 @@ class MetricTrials:
         return "it draws random numbers" if draws else None
 
     def rng_state(self) -> Tensor:
-        """The states of the device's generators, in host memory."""
-        return self._backend.rng_state()
+        """The states of the generators of the device and of the host, in host memory."""
+        return torch.cat([self._backend.rng_state(), torch.get_rng_state()])
 
     def _at_sight(self, metric: Metric, method: str) -> str | None:
         if any(True for _ in metric.parameters()):
@@ -150,7 +150,7 @@ class MetricTrials:
         copies += tensors_in([own[name] for _, own, name in states_of(copy) if name in own])
         with ExitStack() as stack:
             device = self._backend.device
-            audit = frozen_python_audit(copy, self._trainer, device, self._rules)
+            audit = step_audit(copy, self._trainer, device, self._rules)
             mentioned = stack.enter_context(audit).mentioned
             stack.enter_context(known_only({id(inner) for _, inner in metrics_of(copy)}))
             stack.enter_context(self._backend.checked())
