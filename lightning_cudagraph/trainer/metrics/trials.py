@@ -86,7 +86,8 @@ class MetricTrials:
                 memo: dict[int, Any] = {}
                 copy = self._copy(metric, memo)
                 copied_args, copied_kwargs = map_leaves((args, kwargs), _copied)
-                copies = tensors_in(*memo.values(), copied_args, copied_kwargs)
+                copies = [part for part in memo.values() if isinstance(part, Tensor)]
+                copies += tensors_in(copied_args, copied_kwargs)
                 self._run(name, copy, method, copied_args, copied_kwargs, copies)
         except UnsupportedError as error:
             return _in_short(error)
