@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import cProfile
 import logging
+import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +56,123 @@ class RebindsABuffer(ChangesAt):
 
     def change(self) -> None:
         self.temperature = self.temperature * 0.5
+
+
+class Scaled(ChangesAt):
+    """The output depends on a number, which the change makes another one."""
+
+    def number(self) -> Any:
+        raise AssertionError("overridden")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.number()
+
+
+class MovesToTheNextDeque(Scaled):
+    """All members of the two, one after the other, stay the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = deque([0.5, 1.5]), deque([2.5])
+
+    def number(self) -> Any:
+        return sum(self.first) / sum(self.second)
+
+    def change(self) -> None:
+        self.second.appendleft(self.first.pop())
+
+
+class MovesToTheNextList(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = [0.5, 1.5], [2.5]
+
+    def number(self) -> Any:
+        return sum(self.first) / sum(self.second)
+
+    def change(self) -> None:
+        self.second.append(self.first.pop(0))  # the garbage collector begins at the end
+
+
+class RegistersABuffer(Scaled):
+    def number(self) -> Any:
+        return 1.0 + sum(buffer.sum() for buffer in self.head.buffers())
+
+    def change(self) -> None:
+        self.head.register_buffer("offset", torch.ones(()), persistent=False)
+
+
+class MovesABuffer(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in (("low", 0.5), ("high", 1.5)):
+            self.head.register_buffer(name, torch.tensor(value))
+
+    def number(self) -> Any:
+        return next(self.head.buffers())
+
+    def change(self) -> None:
+        self.head.register_buffer("low", self.head._buffers.pop("low"))
+
+
+class One:
+    def number(self) -> float:
+        return 1.0
+
+
+class Two:
+    def number(self) -> float:
+        return 2.0
+
+
+class AnotherBase(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: Any = type("Kind", (type("Base", (One,), {}),), {})
+
+    def number(self) -> Any:
+        return self.kind().number()
+
+    def change(self) -> None:
+        self.kind.__base__.__bases__ = (Two,)
+
+
+class AnotherFactory(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: Any = defaultdict(lambda: 1.0)
+
+    def number(self) -> Any:
+        return self.numbers.default_factory()
+
+    def change(self) -> None:
+        self.numbers.default_factory = lambda: 2.0
+
+
+class AnotherCall(Scaled):
+    """A special method, which no code mentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: Any = type("Called", (), {"__call__": lambda called: 1.0})()
+
+    def number(self) -> Any:
+        return self.called()
+
+    def change(self) -> None:
+        type(self.called).__call__ = lambda called: 2.0
+
+
+class AnotherSign(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = complex(0.0, 0.0)
+
+    def number(self) -> Any:
+        return 2.0 + math.copysign(1.0, self.zero.imag)
+
+    def change(self) -> None:
+        self.zero = complex(0.0, -0.0)
 
 
 class ClampsStorages(ChangesAt):
@@ -291,6 +410,14 @@ SAME: list[type[Net]] = [
     GoesIntoEval,
     Freezes,
     RebindsABuffer,
+    MovesToTheNextDeque,
+    MovesToTheNextList,
+    RegistersABuffer,
+    MovesABuffer,
+    AnotherBase,
+    AnotherFactory,
+    AnotherCall,
+    AnotherSign,
     ClampsStorages,
     LoadsTheOptimizer,
     AnotherOptimizer,

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any
 
+from lightning_cudagraph.checks.walk.quick import apart
 from lightning_cudagraph.checks.walk.versions import Versions
 
 _VIEW: Any = type({}.values())
@@ -20,7 +21,7 @@ class Members:
 
     Attributes:
         versions: the dictionaries.
-        lists: the rest, and what was empty.
+        lists: the rest, and what was empty, with ends.
     """
 
     def __init__(self, parts: Iterable[Collection[Any]]) -> None:
@@ -29,15 +30,13 @@ class Members:
         held = [each for view in views for each in gc.get_referents(view)]
         # Each once, because one number for each is read before each replay; of an empty one, none.
         self.versions = Versions({id(each): each for each in held if each}.values())
-        parts = [part for part in parts if type(part) is not _VIEW]
-        self._filled = [part for part in parts if len(part)]
-        self._empty = [*(part for part in parts if not len(part)), *(each for each in held if not each)]
-        self.lists = [*self._filled, *self._empty]
-        self._were = [*chain.from_iterable(self._filled)]
+        others = [part for part in parts if type(part) is not _VIEW]
+        empty = [part for part in (*others, *held) if not part]
+        # Last, what was empty: its first member comes behind all ends.
+        self.lists: list[Any] = [*apart(part for part in others if part), *empty]
+        self._were = [*chain.from_iterable(self.lists)]
 
     def changed(self) -> bool:
-        if self.versions.changed():
-            return True
-        now = chain.from_iterable(self._filled)
-        same = sum(map(len, self._filled)) == len(self._were) and all(map(operator.is_, now, self._were))
-        return not same or any(self._empty)
+        now = [*chain.from_iterable(self.lists)]
+        is_same = len(now) == len(self._were) and all(map(operator.is_, now, self._were))
+        return bool(self.versions.changed()) or not is_same

@@ -5,13 +5,12 @@ It tells only that nothing was written. If anything was, each guard compares its
 
 from __future__ import annotations
 
-import gc
 import operator
 from itertools import accumulate, chain
 from typing import Any
 
 from lightning_cudagraph.checks.guards.structure import Structure
-from lightning_cudagraph.checks.walk.quick import QuickComparison
+from lightning_cudagraph.checks.walk.quick import QuickComparison, referents
 from lightning_cudagraph.checks.walk.versions import numbers_of
 
 
@@ -31,14 +30,14 @@ class OnePass:
         self._dicts = [*chain.from_iterable(each.dicts for each in versions)]
         ends = [*accumulate(len(each.dicts) for each in versions)]
         self._versions = [*zip(versions, map(slice, [0, *ends], ends), strict=False)]
-        self._holders = quick.holders
+        self._holders = quick.apart
         self._iterated = [*quick.ordered, *structure.members.lists]
         self._were = self._now = self._referents()
         # Each guard has its own numbers, so that what was written before this is found by it.
         self._numbers = [*chain.from_iterable(each.numbers for each in versions)]
 
     def _referents(self) -> list[Any]:
-        return [*gc.get_referents(*self._holders), *chain.from_iterable(self._iterated)]
+        return referents(self._holders, self._iterated)
 
     def is_same(self) -> bool:
         """True if nothing can have changed since the last comparison."""

@@ -12,6 +12,7 @@ import gc
 import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,20 +55,23 @@ class _Tensors:
 
     def __init__(self, tensors: list[Tensor], modules: list[nn.Module]) -> None:
         tables = [module._buffers for module in modules if module._buffers]
-        buffers = [(table, name) for table in tables for name in table]
-        self._held = [(table, name) for table, name in buffers if table[name] is not None]
-        self._absent = [(table, name) for table, name in buffers if table[name] is None]
         self.versions = Versions(tables)
+        self._names = self._names_now()
         self._tensors = tensors
         self._now = self._present()
         self._layouts = Layouts(self._now)
 
     def _present(self) -> tuple[Any, ...]:
-        return (*self._tensors, *(table.get(name) for table, name in self._held))
+        buffers = chain.from_iterable(table.values() for table in self.versions.dicts)
+        return (*self._tensors, *(buffer for buffer in buffers if buffer is not None))
+
+    def _names_now(self) -> list[list[tuple[str, bool]]]:
+        """The names of the buffers of each module, and which of them are None."""
+        return [[(n, each is None) for n, each in table.items()] for table in self.versions.dicts]
 
     def changed(self) -> bool:
         if rebound := self.versions.changed():
-            if any(table.get(name) is not None for table, name in self._absent):
+            if self._names_now() != self._names:
                 return True
             self._now = self._present()
             self.versions.remember(rebound)
@@ -138,6 +142,7 @@ class Structure:
             [
                 *(m._modules.values() for m in modules),
                 *(m._parameters.values() for m in modules),
+                *(m._buffers.values() for m in modules if not m._buffers),
                 *others,
                 *(table.values() for table in _tables_of_hooks(modules, parameters)),
             ]

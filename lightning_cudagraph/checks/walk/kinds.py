@@ -31,7 +31,7 @@ from lightning_cudagraph.checks.walk.host_objects import (
     slot_value,
     slots_of,
 )
-from lightning_cudagraph.checks.walk.parts import SETS, ById, Inside, Item, Node, Parts
+from lightning_cudagraph.checks.walk.parts import CODE, SETS, ById, Inside, Item, Node, Parts
 from lightning_cudagraph.compat.attributes import do_nothing
 
 # Compared by the value that `_hidden` reads, and by nothing else.
@@ -42,6 +42,8 @@ _SEEN_OTHERWISE = frozenset({"builtins", "_thread", "_queue", "_struct", "torch"
 _OF_COPIES = ("__getstate__", "__getnewargs__", "__getnewargs_ex__")
 PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _SEQUENCES: tuple[Any, ...] = (list, deque, tuple)
+# Of exactly these, the garbage collector shows the members alone.
+_CONTAINERS = (dict, OrderedDict, *_SEQUENCES, *SETS)
 
 
 class How(NamedTuple):
@@ -104,6 +106,8 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
         read, write = dict, do_nothing  # it has the slots alone
     else:
         read, write = (lambda: _referents(value)), None
+    if issubclass(kind, _CONTAINERS) and kind not in _CONTAINERS and holder is not None:
+        read, write = _with_rest(value, read, write)
     if not how.is_attributes and not issubclass(kind, type) and (slots := slots_of(kind)):
         read, write = _with_slots(value, slots, read, write)
     node = Node(holder, owner, path, of, read, write, **kwargs)
@@ -140,8 +144,16 @@ def _write_attributes(attributes: dict[str, Any], parts: Parts) -> None:
     attributes.update(parts)
 
 
+_METHODS = (FunctionType, classmethod, staticmethod, property)
+
+
 def _of_class(cls: type) -> Parts:
-    return {n: part for n, part in namespace_of(cls).items() if not n.startswith(("__", "_abc_"))}
+    # Of special names, the methods: Python itself keeps caches under others.
+    return {
+        n: part
+        for n, part in namespace_of(cls).items()
+        if not n.startswith(("__", "_abc_")) or type(part) in _METHODS
+    }
 
 
 def _write_class(cls: type, parts: Parts) -> None:
@@ -196,6 +208,27 @@ def _has_state_in_c(kind: type) -> bool:
     return any(isinstance(namespace_of(base).get("__new__"), BuiltinFunctionType) for base in bases)
 
 
+def _with_rest(
+    value: Any, read: Callable[[], Parts], write: Callable[[Parts], object] | None
+) -> tuple[Callable[[], Parts], Callable[[Parts], object] | None]:
+    """The members of a container, and what else it refers to: the factory of a `defaultdict`."""
+
+    def read_both() -> Parts:
+        members = read()
+        known = {*map(id, members.values()), *map(id, value if isinstance(value, dict) else ())}
+        known |= {id(slot_value(slot, value)) for slot in slots_of(type(value)).values()}
+        found = [part for label, part in _referents(value).items() if type(label) is Inside]
+        rest = [part for part in found if id(part) not in known and not _is_dead(part)]
+        return members | {Inside(("", index)): part for index, part in enumerate(rest)}
+
+    def write_members(parts: Parts) -> None:
+        assert write is not None
+        rest = read_both().keys() - read().keys()
+        write({label: part for label, part in parts.items() if label not in rest})
+
+    return read_both, (None if write is None else write_members)
+
+
 def _with_slots(
     value: Any, slots: dict[str, Any], read: Callable[[], Parts], write: Callable[[Parts], object] | None
 ) -> tuple[Callable[[], Parts], Callable[[Parts], object] | None]:
@@ -228,7 +261,7 @@ def _of_function(value: FunctionType) -> Parts:
     defaults = (*(value.__defaults__ or ()), value.__kwdefaults__)
     return {
         **dict(cells),
-        "__code__": value.__code__,
+        CODE: value.__code__,
         **{Inside(index): part for index, part in enumerate(defaults)},
     }
 

@@ -19,6 +19,9 @@ from lightning_cudagraph.checks.walk.host_objects import UNSET, VALUES
 # Among ignored names: a wildcard for all that begin with an underscore.
 PRIVATE = "_*"
 
+# Labels of parts that every read of a function, or of a class, depends on.
+CODE, BASES = "__code__", "__bases__"
+
 SETS: tuple[Any, ...] = (set, frozenset)
 _SHOWN = VALUES - {bytes}
 _MAX_SHOWN = 60
@@ -87,7 +90,7 @@ class Node:
 
     def was_read(self, label: Any) -> bool:
         """True if the step can have read a part: it mentions the name of an attribute."""
-        is_mentioned = not isinstance(label, str) or label in ("", "__code__") or label in self.reads
+        is_mentioned = not isinstance(label, str) or label in ("", CODE, BASES) or label in self.reads
         return self.is_read and is_mentioned
 
     def changes(self) -> Iterator[Moved]:
@@ -220,6 +223,8 @@ def same(was: Any, now: Any, depth: int = _MAX_DEPTH) -> bool:
     kind = type(was)
     if kind is not type(now) or not depth:
         return False
+    if kind is complex:
+        return same(was.real, now.real) and same(was.imag, now.imag)
     if kind is float and not was and not now:
         return copysign(1.0, was) == copysign(1.0, now)
     if kind in VALUES:

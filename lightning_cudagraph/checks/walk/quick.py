@@ -6,7 +6,8 @@ import gc
 import operator
 from bisect import bisect_right
 from collections import OrderedDict
-from itertools import accumulate, chain
+from collections.abc import Iterable
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 from lightning_cudagraph.checks.walk.host_objects import dict_behind
@@ -14,13 +15,26 @@ from lightning_cudagraph.checks.walk.parts import Node
 from lightning_cudagraph.checks.walk.versions import Versions
 from lightning_cudagraph.tensors.layouts import Layouts
 
+# An end of each object in a list of what several refer to: what moves from one to the next shows.
+_END = (object(),)
+
+
+def apart(objects: Iterable[Any]) -> list[Any]:
+    """Some objects, each with an end behind it."""
+    return [*chain.from_iterable(zip(objects, repeat(_END)))]
+
+
+def referents(holders: Iterable[Any], iterated: Iterable[Any]) -> list[Any]:
+    """The objects that some refer to, as the garbage collector shows, and that others iterate over."""
+    return [*gc.get_referents(*holders), *chain.from_iterable(iterated)]
+
 
 class QuickComparison:
     """The nodes of a walk, and what of them can have changed.
 
     Attributes:
-        holders: the objects whose referents are compared.
-        ordered: the keys of those that are dictionaries.
+        apart: the objects whose referents are compared, with ends.
+        ordered: the keys of those that are dictionaries, with ends.
         read: the nodes that can only be read one by one.
         large: those that are compared in pauses.
     """
@@ -30,11 +44,11 @@ class QuickComparison:
         of_dicts = [node for node in held if type(node.holder) is dict]
         self.in_dicts = [*of_dicts, *picked]
         self._held = [node for node in held if type(node.holder) is not dict]
-        self.holders = [node.holder for node in self._held]
-        self.ordered: list[Any] = [
-            OrderedDict.keys(h) for h in self.holders if issubclass(type(h), OrderedDict)
-        ]
-        self.ordered += [dict.keys(h) for h in self.holders if issubclass(type(h), dict)]
+        holders = [node.holder for node in self._held]
+        self.apart = apart(holders)
+        # The garbage collector does not show keys that are strings.
+        keys = [OrderedDict.keys(h) for h in holders if issubclass(type(h), OrderedDict)]
+        self.ordered = apart([*keys, *(dict.keys(h) for h in holders if issubclass(type(h), dict))])
         self.read = [node for node in nodes if node.holder is None and not node.is_large]
         self.large = [node for node in nodes if node.is_large]
         self._tensors = tensors
@@ -47,18 +61,14 @@ class QuickComparison:
 
     def remember(self) -> None:
         self.dicts.remember(self.dicts.changed())
-        self._were = self._referents()
-        counts = [len(gc.get_referents(holder)) for holder in self.holders]
+        self._were = referents(self.apart, self.ordered)
+        counts = [len(gc.get_referents(node.holder, _END)) for node in self._held]
         self._ends = [*accumulate(counts)] or [0]
-
-    def _referents(self) -> list[Any]:
-        # The garbage collector does not show keys that are strings.
-        return [*gc.get_referents(*self.holders), *chain.from_iterable(self.ordered)]
 
     def moved(self) -> list[Node]:
         """The nodes that can have changed, without those of dictionaries."""
         suspects: list[Node] = []
-        now = self._referents()
+        now = referents(self.apart, self.ordered)
         if len(now) != len(self._were):
             suspects += self._held
         elif not all(map(operator.is_, now, self._were)):

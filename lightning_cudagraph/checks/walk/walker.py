@@ -54,7 +54,7 @@ from lightning_cudagraph.checks.walk.host_objects import (
     slots_of,
 )
 from lightning_cudagraph.checks.walk.kinds import PROXIES, READ_WHOLE, How, node_of, node_of_hooks
-from lightning_cudagraph.checks.walk.parts import Item, Moved, Node, items_of, joined
+from lightning_cudagraph.checks.walk.parts import BASES, Item, Moved, Node, items_of, joined
 from lightning_cudagraph.checks.walk.quick import QuickComparison
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
@@ -256,6 +256,7 @@ class Walk:
             of_class = replace(root, path="", of=f"the class `{value.__qualname__}`")
             if is_users_class(value):
                 self._add(of_class)
+                self._add_bases(of_class)
                 self._enqueue(Root(kind, "", "", is_read=root.is_read))
             else:
                 self._pick(namespace_of(value), value, of_class)
@@ -308,6 +309,11 @@ class Walk:
                 self._enqueue(Root(base, "", "", is_read=root.is_read))
             elif root.by_name:
                 self._enqueue(Root(base, "", "", reads=root.reads, is_read=root.is_read))
+
+    def _add_bases(self, root: Root) -> None:
+        """Compare the bases of a class, and theirs: they are in no dictionary."""
+        read = lambda: {BASES: lineage(root.value)}  # noqa: E731
+        self._nodes.append(Node(root.value, root.value, "", root.of, read, **self._reading(root)))
 
     def _add_slots(self, root: Root) -> None:
         value = root.value

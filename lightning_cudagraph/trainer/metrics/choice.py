@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.trainer.metrics.model_metrics import found_metrics, metrics_of, replaced
+from lightning_cudagraph.trainer.metrics.outside import OutsideTensors
 from lightning_cudagraph.trainer.metrics.trials import MetricTrials
 
 
@@ -41,6 +42,7 @@ class MetricChoice:
         self._draws: list[tuple[int, Tensor, Tensor]] = []
         # Metrics that draw before other draws of the step: after the replay they would get others.
         self.draw_early: set[int] = set()
+        self.outside = OutsideTensors(model)
         self.refused: dict[int, str] = {}
         self.in_graph: dict[int, tuple[str, Metric]] = {}
         self._inside = False
@@ -92,7 +94,9 @@ class MetricChoice:
                     self._unsupported.setdefault(id(metric), reason)
                 self.tried[id(metric), method] = (name, metric, reason)
             before = self._trials.rng_state()
-            with setting(self, _inside=True):
+            is_deferred = any(id(inner) in self._unsupported for _, inner in metrics_of(metric))
+            watch = self.outside.watched(metric, args, kwargs) if is_deferred else nullcontext()
+            with setting(self, _inside=True), watch:
                 result = plain(*args, **kwargs)
             after = self._trials.rng_state()
             if not torch.equal(before, after):
@@ -102,6 +106,7 @@ class MetricChoice:
         return called
 
     def _decide(self) -> None:
+        self.outside.step_ended()
         self.draw_early = set()
         end = self._trials.rng_state()
         for ident, before, after in reversed(self._draws):

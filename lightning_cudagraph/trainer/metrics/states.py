@@ -208,6 +208,13 @@ class StepMetrics:
                 "Call it in `on_train_batch_end`, or at the end of the step.",
                 user_location(),
             )
+        reasons = self._choice.outside.reasons
+        if (reason := next((reasons[m] for m in members if m in reasons), None)) is not None:
+            forbid(
+                f"a call of the metric `{name}`, which is called after the replay and {reason}",
+                "Call it in `on_train_batch_end`, or give it what it needs as an argument.",
+                user_location(),
+            )
         keeps = any(isinstance(default, list) for m in inside for default in m._defaults.values())
         call = DeferredCall.of(name, metric, method, arguments)
         if keeps and self._outlive(call.given):

@@ -27,10 +27,11 @@ from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.tensors.batch import map_leaves
 from lightning_cudagraph.tensors.state import StaticState
-from lightning_cudagraph.tensors.writes import storage_id
+from lightning_cudagraph.tensors.writes import storage_id, tensors_in
 from lightning_cudagraph.trainer.metrics.calls import CALL_STATE, Probe
 from lightning_cudagraph.trainer.metrics.fixed_counts import FixedCounts
 from lightning_cudagraph.trainer.metrics.model_metrics import metrics_of, states_of
+from lightning_cudagraph.trainer.metrics.outside import NoWrites
 
 # Reductions by which `forward` merges the old state and the batch's, without the update count.
 _REDUCTIONS = (dim_zero_sum, dim_zero_max, dim_zero_min)
@@ -82,9 +83,12 @@ class MetricTrials:
         rng_state = self._backend.rng_state()
         try:
             with outside_inference_mode():  # like a capture
-                copy = self._copy(metric)
+                memo: dict[int, Any] = {}
+                copy = self._copy(metric, memo)
                 copied_args, copied_kwargs = map_leaves((args, kwargs), _copied)
-                self._run(name, copy, method, copied_args, copied_kwargs)
+                copies = [part for part in memo.values() if isinstance(part, Tensor)]
+                copies += tensors_in(copied_args, copied_kwargs)
+                self._run(name, copy, method, copied_args, copied_kwargs, copies)
         except UnsupportedError as error:
             return _in_short(error)
         except Exception as error:
@@ -117,9 +121,9 @@ class MetricTrials:
                 return f"its state `{state}` is not on the device"
         return _shared(metric)
 
-    def _copy(self, metric: Metric) -> Metric:
+    def _copy(self, metric: Metric, memo: dict[int, Any]) -> Metric:
         """A copy, without cached results, which may refer to an autograd graph."""
-        memo: dict[int, Any] = dict(self._shared)
+        memo |= self._shared
         spaces = [vars(inner) for _, inner in metrics_of(metric)]
         for own in spaces:
             if own.get("process_group") is not None:
@@ -134,17 +138,24 @@ class MetricTrials:
                 own.update(attributes)
 
     def _run(
-        self, name: str, copy: Metric, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        copy: Metric,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        copies: list[Tensor],
     ) -> None:
         state = StaticState()
         keep_states(state, name, copy)
+        copies += tensors_in([own[name] for _, own, name in states_of(copy) if name in own])
         with ExitStack() as stack:
             device = self._backend.device
             audit = step_audit(copy, self._trainer, device, self._rules)
             mentioned = stack.enter_context(audit).mentioned
             stack.enter_context(known_only({id(inner) for _, inner in metrics_of(copy)}))
             stack.enter_context(self._backend.checked())
-            with FixedCounts(), Probe(name, copy) as probe:
+            with FixedCounts(), NoWrites(copies), Probe(name, copy) as probe:
                 getattr(copy, method)(*args, **kwargs)
                 call = probe.call()
             if (shared := _shared(copy)) is not None:
