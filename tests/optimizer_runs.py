@@ -221,6 +221,7 @@ def replayed(run: Run, backend: Backend) -> tuple[list[Any], int]:
                 backend.release(graph)
                 graph = None
             if graph is None:
+                prepared.bring_state()
                 if scaler is None:
                     graph, _ = backend.capture(captured)
                 else:

@@ -356,7 +356,7 @@ def test_a_number_that_moves_has_its_bits_in_a_buffer(
     mended = train(make(MovesMended), tmp_path / "mended", CUDAGraphCallback(), **kwargs)
     # On a GPU the optimizer may be left eager in float64, which makes one step more eager.
     assert mended.counts.captures == 1
-    assert mended.counts.replayed >= 15
+    assert mended.counts.replayed >= 12
     weights, others = (
         dict(each.module.named_parameters())  # type: ignore[union-attr]
         for each in (plain, mended)

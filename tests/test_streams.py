@@ -415,7 +415,9 @@ def test_processes_of_a_group_do_not_choose(tmp_path: Path, accelerator: str) ->
         torch.distributed.destroy_process_group()
     assert graph.counts.replayed == 18
     assert graph.callback is not None
-    assert "on one stream: the processes of the group do not vote here" in str(graph.callback.summary)
+    assert "on one stream: here the processes of the group do not choose together" in str(
+        graph.callback.summary
+    )
 
 
 @pytest.mark.parametrize("streams", [0, -1, 17, 2.0, True, "all", None])

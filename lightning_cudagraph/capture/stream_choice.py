@@ -204,12 +204,13 @@ class _Processes:
 class StreamChoice:
     """The number of streams for the captures of an engine.
 
-    Processes that vote on their steps choose together, by the slowest of them: they replay the same
-    trials at the same time, because collectives are in them.
+    Processes choose together, by the slowest of them: they replay the same trials at the same time,
+    because collectives are in them.
 
     Args:
-        wanted: a number, or `AutoStreams` for trials. In a process group without votes, `AutoStreams`
-            is one stream without trials.
+        wanted: a number, or `AutoStreams` for trials.
+        agreement: that of processes that choose together. Without it, `AutoStreams` is one stream
+            without trials in a process group.
     """
 
     def __init__(self, backend: Backend, wanted: Streams, agreement: Agreement | None = None) -> None:
@@ -245,7 +246,9 @@ class StreamChoice:
         has_group = dist.is_available() and dist.is_initialized()
         if self._streams is None and has_group and not self._processes.are_many:
             self._streams = 1
-            self._notes.append("captured on one stream: the processes of the group do not vote here")
+            self._notes.append(
+                "captured on one stream: here the processes of the group do not choose together"
+            )
         captured = None
         if self._streams is None:
             captured, self._streams = self._chosen(capture, state)

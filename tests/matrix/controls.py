@@ -101,7 +101,10 @@ CONTROLS: dict[str, Control] = {
         Case("strides of a buffer", _NEW, setting=UNCHECKED),
     ),
     "classes": Control(
-        {f"{_PACKAGE}.checks.guards.classes.Classes.changed": lambda classes: False},
+        {
+            f"{_PACKAGE}.checks.guards.classes.Classes.changed": lambda classes: False,
+            f"{_PACKAGE}.checks.guards.classes.Classes.are_others": lambda classes: False,
+        },
         Case("__class__ of a module assigned", _NEW, setting=UNCHECKED),
     ),
     # On a CPU, backward passes run in the calling thread anyway.

@@ -74,7 +74,7 @@ class DeferredCall(MetricCall):
     given: list[Tensor]
 
     def __post_init__(self) -> None:
-        self._versions = [tensor._version for tensor in self.given]
+        self._versions = [*map(_version, self.given)]
         self._rewritten: list[int] = []
 
     @classmethod
@@ -91,9 +91,8 @@ class DeferredCall(MetricCall):
 
     def step_ended(self) -> None:
         """Find the arguments that the step has written into since the call."""
-        versions = [tensor._version for tensor in self.given]
-        pairs = enumerate(zip(self._versions, versions, strict=True))
-        self._rewritten = [index for index, (before, after) in pairs if before != after]
+        pairs = enumerate(zip(self._versions, map(_version, self.given), strict=True))
+        self._rewritten = [index for index, (before, after) in pairs if after is None or before != after]
 
     def make(self, copies: list[Tensor]) -> list[Any]:
         """Make the call on copies, which the metric may keep; return the leaves of its result."""
@@ -111,6 +110,11 @@ class DeferredCall(MetricCall):
     def tensors(self) -> dict[str, Tensor]:
         leaves = [leaf for leaf in tree_leaves(self.arguments) if isinstance(leaf, Tensor)]
         return {f"argument {i} of the metric `{self.name}`": leaf for i, leaf in enumerate(leaves)}
+
+
+def _version(tensor: Tensor) -> int | None:
+    """The number of writes into a tensor; None for an inference tensor, which has none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 @dataclass
