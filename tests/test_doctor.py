@@ -1114,6 +1114,7 @@ def test_batches_that_vary_too_much_are_told(accelerator: str) -> None:
     assert "not captured, for 1 reason\n" in str(report)
 
 
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 def test_batches_that_vary_at_first_are_no_finding(accelerator: str) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [
