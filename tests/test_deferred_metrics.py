@@ -90,6 +90,7 @@ class Outside(Net):
         self.totals.append(self.deferred.total.clone())
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

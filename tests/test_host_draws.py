@@ -123,6 +123,7 @@ def both(tmp_path: Path, accelerator: str, build: Any, **kwargs: Any) -> Trace:
     return graph
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False])
 def test_lightnings_gan(tmp_path: Path, accelerator: str, watched: bool) -> None:
     kwargs = {"train_loader": images(), "limit_val_batches": 0, "watched": watched, "max_epochs": 15}
@@ -174,6 +175,7 @@ class Broken(Noisy):
 
 
 @pytest.mark.spread
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("build", [Noisy, InTurn])
 @pytest.mark.parametrize(
     "kwargs",
