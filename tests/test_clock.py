@@ -349,7 +349,7 @@ def slow_events(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in (CudaBackend, EmulatorBackend):
         monkeypatch.setattr(backend, "event_host_us", 1e5)
     monkeypatch.setattr(timing_rate, "_READINGS", 10)
-    monkeypatch.setattr(timing_rate, "SELDOM", 5)
+    monkeypatch.setattr(timing_rate, "_SELDOM", 5)
 
 
 @pytest.mark.spread(2, first=1)

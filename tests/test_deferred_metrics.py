@@ -33,7 +33,7 @@ class OfAParameter(Metric):
 
 
 class OfStatistics(OfAParameter):
-    """What it reads changes before the call only."""
+    """Reads a buffer that the step changes before the call, and not after it."""
 
     def used(self) -> Tensor:
         return self.net.features[1].running_mean.sum()
@@ -56,7 +56,7 @@ class OfWhatIsKept(OfAParameter):
 
 
 class CountsOutside(OfAParameter):
-    """A trial of the call leaves what it writes as it was."""
+    """Writes into a tensor of others, which a trial of the call must leave as it was."""
 
     def used(self) -> Tensor:
         return self.net.constant.add_(1.0)

@@ -87,7 +87,7 @@ class Captured:
                 pass
 
     def sent(self, *like: Tensor) -> list[list[Tensor]]:
-        """What each launch has sent, in order; `like` has the dtypes and shapes."""
+        """The tensors that each launch has sent, in order, with the dtypes and shapes of `like`."""
         found = []
         for source in self.queue.sources:
             start, row = 0, []

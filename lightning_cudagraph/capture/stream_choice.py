@@ -112,7 +112,6 @@ class _Trial:
     Attributes:
         state_bytes: device memory of all tensors that a replay changes.
         replay_ms: time of one replay; None if there was no memory to keep what it changes.
-        has_failed_elsewhere: another process has failed to capture.
     """
 
     streams: int
@@ -122,7 +121,6 @@ class _Trial:
     workspace_bytes: int
     state_bytes: int = 0
     replay_ms: float | None = None
-    has_failed_elsewhere: bool = False
 
     @property
     def taken_bytes(self) -> int:
@@ -283,10 +281,10 @@ class StreamChoice:
         trials: list[_Trial] = []
         try:
             with setting(self._backend, records_flow=True):
-                one, _ = self._try(1, capture)
+                one, failure = self._try(1, capture)
             flow, self._backend.flow = self._backend.flow, None
             trials.append(one)
-            if one.has_failed_elsewhere:
+            if failure:  # in another process
                 return one.captured, None
             assert flow is not None
             candidates = self._processes.gather(streams_of(flow))[0]
@@ -360,31 +358,31 @@ class StreamChoice:
         """Capture on some streams, in all processes.
 
         Returns:
-            The trial, and why it has failed on several streams, in any process; empty if it has not.
+            The trial, and why it has failed in any process; empty if it has not.
 
         Raises:
-            Exception: that of the capture in this process, if it is on one stream, or of another kind.
+            Exception: that of the capture in this process on one stream; if it is alone, any other than
+                those of ops that several streams cannot hold.
         """
         self._backend.streams = streams
         before_bytes = self._backend.graph_bytes()
         captured: CapturedStep[Any] | None = None
-        raised: Exception | None = None
+        failures: list[str] = []
         try:
             with self._backend.apart():
                 captured = capture()
         except Exception as error:
-            raised = error
+            # Told before it is raised: the others wait here, and must not go on to another question.
+            failures = self._processes.gather(str(error) or repr(error))
+            is_of_streams = self._processes.are_many or isinstance(error, (SentBackError, CaptureError))
+            if streams == 1 or not is_of_streams:
+                raise
+        else:
+            failures = self._processes.gather("")
         graph_bytes = self._backend.graph_bytes() - before_bytes
         workspace_bytes = self._backend.workspace_bytes()
         trial = _Trial(streams, captured, self._backend.barriers, graph_bytes, workspace_bytes)
-        failures = self._processes.gather(None if raised is None else str(raised) or repr(raised))
-        if raised is not None and (
-            streams == 1 or not isinstance(raised, (SentBackError, CaptureError))
-        ):
-            raise raised
-        failure = next((each for each in failures if each is not None), "")
-        trial.has_failed_elsewhere = bool(failure) and raised is None
-        return trial, failure
+        return trial, next(filter(None, failures), "")
 
     def _measure(self, trial: _Trial, state: Callable[[CapturedStep[Any]], dict[str, Tensor]]) -> None:
         """Measure replays, and undo what they change, if there is memory to keep it."""

@@ -63,17 +63,18 @@ def streams_are_chosen_by_the_slowest(here: Here) -> None:
 
 
 def a_trial_that_one_cannot_capture(here: Here) -> None:
-    """No process captures on several streams if one of them cannot."""
+    """No process captures on several streams if one of them cannot, for whatever reason."""
     plain = here.train("plain", None, build=Branched, wrapper=BUCKETS, max_epochs=4)
     capture = CapturedStep.capture
+    for error in (SentBackError("planted"), torch.OutOfMemoryError("planted")):
 
-    def planted(self: CapturedStep[Any], *args: Any) -> None:
-        if here.rank == here.size - 1 and self._backend.streams > 1:
-            raise SentBackError("planted")
-        capture(self, *args)
+        def planted(self: CapturedStep[Any], *args: Any, error: Exception = error) -> None:
+            if here.rank == here.size - 1 and self._backend.streams > 1:
+                raise error
+            capture(self, *args)
 
-    with _seconds(here, 0.5, 0.5), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CapturedStep, "capture", planted)
-        said = _chosen(here, "graph", plain)
-    assert "captured on 1 stream: " in said, said
-    assert "planted" in said, said
+        with _seconds(here, 0.5, 0.5), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CapturedStep, "capture", planted)
+            said = _chosen(here, type(error).__name__, plain)
+        assert "captured on 1 stream: " in said, said
+        assert "planted" in said, said

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -75,11 +74,6 @@ PACKED: Words = (
 )
 # In a line: those of `math` and `numpy`, which read the value before they ask.
 _FINITE_CHECK = re.compile(r"\bis(nan|inf|finite)\(|([\w.]+) != \2\b")
-_ASK_IF_FINITE = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in ("isnan", "isinf", "isfinite", "isposinf", "isneginf")
-)
 
 
 @dataclass(frozen=True)
@@ -487,23 +481,3 @@ def of_nan_check(where: Location | None) -> Words:
         " then in `on_train_batch_end`, which runs on the host after every step. To leave such a batch"
         " out, let a fused Adam or AdamW skip its update (`found_inf`)." + see("nan_checks"),
     )
-
-
-class FiniteChecks:
-    """The tensors of one capture that say whether numbers are finite."""
-
-    def __init__(self) -> None:
-        # By id, which another tensor may have once this one is gone.
-        self._known: dict[int, ref[Tensor]] = {}
-
-    def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Record a function of torch that has run: a check, or one that combines checks."""
-        if not isinstance(result, Tensor) or result.is_floating_point():
-            return
-        if func in _ASK_IF_FINITE or any(map(self.knows, (*args, *kwargs.values()))):
-            self._known[id(result)] = ref(result)
-
-    def knows(self, value: Any) -> bool:
-        """True for a result of a check, or of a combination of checks."""
-        found = self._known.get(id(value))
-        return found is not None and found() is value

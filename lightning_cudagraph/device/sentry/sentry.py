@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.finite_checks import FiniteChecks
 from lightning_cudagraph.device.refusals.first_refusal import forbid, one_finding, refuse
 from lightning_cudagraph.device.refusals.forbidden_ops import (
     ADDRESSES,
@@ -32,7 +33,6 @@ from lightning_cudagraph.device.refusals.forbidden_ops import (
 )
 from lightning_cudagraph.device.refusals.host_reads import (
     SKIP,
-    FiniteChecks,
     TorchCall,
     of_host_read,
     of_library,

@@ -16,10 +16,12 @@ from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSum
 # The readings that decide, and what timings may take of the time of a step.
 _READINGS = 200
 _MOST = 0.03
-# On an H100 timed steps that the host bounds took up to twice as long; of 25 steps, that is 4 %.
-SELDOM = 25
-# To take a reading and to pass it on, in microseconds of the host, besides each event's own.
-_READING_US = 40.0
+# On an H100 steps that the host bounds took 1.1 to 2.2 times as long with times as without: if one in
+# 25 is timed, that is 0.4 to 5 % of a run (`benchmarks.surroundings`).
+_SELDOM = 25
+# To read the events of a step and to record its times, in microseconds of the host, 25 and 10
+# (docs/measured.md).
+_READING_US = 35.0
 
 
 class TimingRate(Sink):
@@ -53,7 +55,7 @@ class TimingRate(Sink):
         share = self._share(self._window.summary())
         self._window = ReadingWindow(1)
         if share > _MOST:
-            self.every_n_steps = SELDOM
+            self.every_n_steps = _SELDOM
             self.reason = (
                 f"each of the first {_READINGS} was: the host bounds the run, and events in each step"
                 f" would take about {share:.0%} of it (`LayerTimings(every_n_steps=1)` times all)"
