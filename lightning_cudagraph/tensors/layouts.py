@@ -43,6 +43,14 @@ def _guards_work() -> bool:
 _has_guards = _guards_work()
 
 
+def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """A function of as many tensors that is True only if they have the layouts of these; None without Dynamo.
+
+    It is False too in another dispatch state of the thread, which changes no tensor.
+    """
+    return _guard_of(tensors) if _has_guards else None
+
+
 def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
     if tensor is None:
         return None
@@ -142,7 +150,7 @@ class Layouts:
         self._addresses = [*map(_data_ptr, tensors)]
         self._layouts = [*map(_layout, tensors)]
         self._alignments_bytes = [*map(alignment_bytes, tensors)]
-        self._check = _guard_of(tensors) if _has_guards else None
+        self._check = layout_guard(tensors)
 
     def _with_parts(self, tensors: Sequence[Any]) -> Sequence[Any]:
         return [*tensors, *map(local, tensors)] if self._are_split else tensors
@@ -160,6 +168,5 @@ class Layouts:
         if self._check is None or not self._check(*now):
             if [*map(_layout, now)] != self._layouts:
                 return True
-            # Dynamo's guard also compares the dispatch state of the thread, which changes no tensor.
-            self._check = _guard_of(now) if _has_guards else None
+            self._check = layout_guard(now)
         return False

@@ -20,10 +20,36 @@ from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, map_leaves, structure_of
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, held, hold, is_host_value
-from lightning_cudagraph.tensors.layouts import alignment_bytes, empty_like, without_repeats
+from lightning_cudagraph.tensors.layouts import alignment_bytes, empty_like, layout_guard, without_repeats
 from lightning_cudagraph.tensors.writes import storage_id
 
 _MAX_NAMED = 3
+
+
+class _Leaf:
+    """A fast check that a tensor has the layout of another one, whose device may be of another type."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._alignment_bytes = alignment_bytes(tensor)
+        self._layout = self._layout_of(tensor)
+        self._checks: dict[str, Callable[[Tensor], bool] | None] = {}  # by the type of device
+
+    @staticmethod
+    def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
+        signs = tensor.is_conj(), tensor.is_neg()
+        return tensor.shape, tensor.dtype, tensor.stride(), signs, tensor.requires_grad
+
+    def matches(self, value: Tensor, device_type: str, alignment: Callable[[Tensor], int]) -> bool:
+        check = self._checks.get(device_type)
+        if check is None or not check(value):
+            if (
+                value.layout is not torch.strided
+                or value.device.type != device_type
+                or self._layout_of(value) != self._layout
+            ):
+                return False
+            self._checks[device_type] = layout_guard([value])
+        return alignment(value) == self._alignment_bytes and not value.__dict__  # quicker than `vars`
 
 
 class _Pattern:
@@ -50,9 +76,8 @@ class _Pattern:
             # One tensor in two places has one buffer: another signature than two tensors.
             self._known &= id(value) not in self._seen and not vars(value)
             self._seen.add(id(value))
-            layout = (value.shape, value.stride(), alignment_bytes(value))
             self._device_type = value.device.type
-            return (Tensor, layout, value.dtype, value.is_conj(), value.is_neg())
+            return (Tensor, _Leaf(value.detach()))
         if kind is list or kind is tuple:
             return (kind, [self._described(member) for member in value])
         if kind is dict:
@@ -93,20 +118,8 @@ def _matches(
     if type(value) is not kind:
         return False
     if kind is Tensor:
-        _, (shape, stride, aligned), dtype, is_conj, is_neg = pattern
         found.append(value)
-        return (
-            value.layout is torch.strided
-            and value.shape == shape
-            and value.dtype is dtype
-            and value.stride() == stride
-            and value.is_conj() == is_conj
-            and value.is_neg() == is_neg
-            and not value.requires_grad
-            and value.device.type == device_type
-            and alignment(value) == aligned
-            and not value.__dict__  # quicker than `vars`
-        )
+        return bool(pattern[1].matches(value, device_type, alignment))
     if kind is list or kind is tuple:
         members = value
     elif kind is dict:

@@ -46,7 +46,7 @@ class OnePass:
         numbers = numbers_of(self._dicts)
         if numbers != self._numbers:
             for each, part in self._versions:
-                if numbers[part] != self._numbers[part] and each.changed():
+                if numbers[part] != self._numbers[part] and each.changed(numbers[part]):
                     return False
             self._numbers = numbers
         self._now = now = self._referents()

@@ -86,9 +86,13 @@ class Versions:
             return [*dict.keys(held)], [*dict.values(held)]
         return [*names], [*map(dict.get, repeat(held), names, repeat(_MISSING))]
 
-    def changed(self) -> list[int]:
-        """The positions of the dictionaries with other keys or values than recorded, by identity."""
-        now = numbers_of(self.dicts)
+    def changed(self, now: list[object] | None = None) -> list[int]:
+        """The positions of the dictionaries with other keys or values than recorded, by identity.
+
+        Args:
+            now: the present versions, if they are known.
+        """
+        now = numbers_of(self.dicts) if now is None else now
         if now == self.numbers:
             return []
         written = map(operator.ne, now, self.numbers)
