@@ -19,14 +19,15 @@ import logging
 import os
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -38,11 +39,25 @@ from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback
 
 EAGER = "eager"
-VARIANTS: dict[str, Callable[[], list[Callback]]] = {
-    EAGER: list,
-    "callback": lambda: [CUDAGraphCallback()],
-    "callback, no timings": lambda: [CUDAGraphCallback(timings=None)],
-    "the same, one stream": lambda: [CUDAGraphCallback(timings=None, streams=1)],
+# Arguments of DDP (docs/several_gpus.md#buckets).
+SMALL_BUCKETS = {"bucket_cap_mb": 5, "gradient_as_bucket_view": True}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train: the callbacks, and arguments of DDP."""
+
+    callbacks: Callable[[], list[Callback]]
+    of_ddp: Mapping[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = {
+    EAGER: Variant(list),
+    "the same, small buckets": Variant(list, SMALL_BUCKETS),
+    "callback": Variant(lambda: [CUDAGraphCallback()]),
+    "callback, no timings": Variant(lambda: [CUDAGraphCallback(timings=None)]),
+    "the same, one stream": Variant(lambda: [CUDAGraphCallback(timings=None, streams=1)]),
+    "no timings, small buckets": Variant(lambda: [CUDAGraphCallback(timings=None)], SMALL_BUCKETS),
 }
 # More would only take memory of the host.
 DIFFERENT_BATCHES = 8
@@ -71,13 +86,13 @@ def _sharded(module: pl.LightningModule) -> pl.LightningModule:
 
 
 def step_us(
-    workload: Workload, callbacks: list[Callback], steps: int, tiny: bool, sharded: bool = False
+    workload: Workload, variant: Variant, steps: int, tiny: bool, sharded: bool = False
 ) -> float:
     """Mean step time in microseconds, without the first steps.
 
     Args:
         workload: the model.
-        callbacks: the Trainer's.
+        variant: the callbacks, and the arguments of DDP unless weights are sharded.
         steps: number of all steps.
         tiny: the model in its tiny size.
         sharded: weights are sharded over the processes.
@@ -88,11 +103,11 @@ def step_us(
     size = int(os.environ["WORLD_SIZE"])
     loader = _batches(workload, steps, tiny)
     pl.seed_everything(1, verbose=False)
-    stopwatch = Stopwatch()
+    stopwatch, callbacks = Stopwatch(), variant.callbacks()
     in_group = {
         "devices": int(os.environ.get("LOCAL_WORLD_SIZE", size)),
         "num_nodes": size // int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-        "strategy": ModelParallelStrategy(size, 1) if sharded else "ddp",
+        "strategy": ModelParallelStrategy(size, 1) if sharded else DDPStrategy(**variant.of_ddp),
         "use_distributed_sampler": False,
         "max_epochs": None,
         "max_steps": steps,
@@ -133,18 +148,17 @@ def main() -> None:
         if not workload.is_here:
             print(f"{workload.name} is left out: it needs {workload.needs}")
             continue
-        times_us: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        variants = {n: each for n, each in VARIANTS.items() if not (args.sharded and each.of_ddp)}
+        times_us: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(args.rounds):
-            for name, callbacks in VARIANTS.items():
-                times_us[name].append(
-                    step_us(workload, callbacks(), args.steps, args.tiny, args.sharded)
-                )
+            for name, variant in variants.items():
+                times_us[name].append(step_us(workload, variant, args.steps, args.tiny, args.sharded))
         if int(os.environ["RANK"]) != 0:
             continue
         for name, times in times_us.items():
             faster = [eager / time for eager, time in zip(times_us[EAGER], times, strict=True)]
             print(
-                f"{workload.name:10s} {name:22s} {statistics.median(times):8.0f} us"
+                f"{workload.name:10s} {name:26s} {statistics.median(times):8.0f} us"
                 f" ({min(times):.0f} to {max(times):.0f}), {statistics.median(faster):5.2f} x as fast"
                 f" ({min(faster):.2f} to {max(faster):.2f})",
                 flush=True,

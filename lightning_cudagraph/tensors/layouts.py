@@ -44,9 +44,9 @@ _has_guards = _guards_work()
 
 
 def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """A function of as many tensors that is True only if they have the layouts of these; None without Dynamo.
+    """A function of as many tensors, True only if they have the layouts of these; None without Dynamo.
 
-    It is False too in another dispatch state of the thread, which changes no tensor.
+    It is also False in another dispatch state of the thread, which changes no tensor.
     """
     return _guard_of(tensors) if _has_guards else None
 

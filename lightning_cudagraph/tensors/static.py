@@ -20,7 +20,12 @@ from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, map_leaves, structure_of
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, held, hold, is_host_value
-from lightning_cudagraph.tensors.layouts import alignment_bytes, empty_like, layout_guard, without_repeats
+from lightning_cudagraph.tensors.layouts import (
+    alignment_bytes,
+    empty_like,
+    layout_guard,
+    without_repeats,
+)
 from lightning_cudagraph.tensors.writes import storage_id
 
 _MAX_NAMED = 3

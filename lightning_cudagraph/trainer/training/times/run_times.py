@@ -49,6 +49,7 @@ from lightning_cudagraph.timing.readings.windows import ReadingWindow
 from lightning_cudagraph.trainer.common.profilers import delay_notes
 from lightning_cudagraph.trainer.common.replicas import has_replicas
 from lightning_cudagraph.trainer.config.support import callbacks_of
+from lightning_cudagraph.trainer.training.times.bucket_size import bucket_notes
 from lightning_cudagraph.trainer.training.times.host_times import HostTimes, host_lines
 from lightning_cudagraph.trainer.training.times.timing_rate import TimingRate
 
@@ -245,6 +246,7 @@ class RunTimes:
         ranks = self._finish(summary.ended)
         graph, eager = self._dashboard.summary(), self.eager.summary()
         notes = [*(delay_notes(self._trainer) if self._every_n_steps else []), *self._notes()]
+        notes += bucket_notes(self._trainer.strategy, graph)
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
         summary = replace(
             summary,
