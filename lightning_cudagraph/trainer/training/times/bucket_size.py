@@ -14,8 +14,8 @@ _MIN_SHARE = 0.05
 def bucket_notes(strategy: Strategy, graph: WindowSummary) -> list[str]:
     """Return a note for the report if steps wait for all-reduces of buckets of DDP's default size.
 
-    That size is for eager steps, where the host launches each all-reduce. In a graph it launches none, and
-    the first of many small ones begins earlier.
+    That size is for eager steps, where the host launches each all-reduce. In a graph it launches
+    none, and the first of many small ones begins earlier.
     """
     exposed = graph.get(EXPOSED_TAG)
     if exposed is None or exposed.share < _MIN_SHARE or not isinstance(strategy, DDPStrategy):
