@@ -33,7 +33,7 @@ import types
 import weakref
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, singledispatch
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -684,6 +684,19 @@ class SmallNumPy(_ByKey, name="NumPy array"):
         self.held = np.zeros(3)
 
 
+class ShapeOfAnArray(Place, name="shape of a NumPy array"):
+    counts = False
+
+    def make(self) -> None:
+        self.held = np.zeros((1, 6))
+
+    def read(self) -> float:
+        return float(self.held.shape[0])
+
+    def write(self, number: float) -> None:
+        self.held.shape = (int(number), 6 // int(number))
+
+
 class LargeNumPy(_ByKey, name="NumPy array of 16 KB"):
     key = 1500
 
@@ -946,6 +959,19 @@ class Lambda(Place, name="lambda, replaced", seldom=True):
         return self.function()
 
 
+class Dispatched(Place, name="function of a singledispatch"):
+    counts = False
+
+    def make(self) -> None:
+        self.function = singledispatch(lambda of: LOW)
+
+    def read(self) -> float:
+        return self.function(0)
+
+    def write(self, number: float) -> None:
+        self.function.register(int, lambda of: number)
+
+
 class Cached(Place, name="lru_cache, cleared"):
     def make(self) -> None:
         source = [LOW]
@@ -979,14 +1005,12 @@ class ClassAttribute(_OfAClass, name="class attribute", seldom=True):
         self.kind = type("Settings", (), {})
 
 
-class BaseClassAttribute(_OfAClass, name="attribute of a base class", seldom=True):
+class BaseClassAttribute(_OfAClass, name="attribute of a base class"):
     def make(self) -> None:
-        base = type("Base", (), {})
-        self.kind = type("Derived", (base,), {})
-        self.set_of_base = partial(setattr, base, "scale")
+        self.kind = type("Derived", (type("Base", (), {}),), {})  # nothing else leads to the base
 
     def write(self, number: float) -> None:
-        self.set_of_base(number)
+        self.kind.__base__.scale = number
 
 
 class MetaclassAttribute(_OfAClass, name="attribute of a metaclass"):
@@ -1148,6 +1172,55 @@ class LogLevel(_Either, name="level of a logger"):
 
     def close(self) -> None:
         self.logger.setLevel(logging.NOTSET)
+
+
+class Interpreters(Place, name="setting of the interpreter"):
+    counts = False
+
+    def make(self) -> None:
+        self.before = sys.getrecursionlimit()
+
+    def read(self) -> float:
+        return sys.getrecursionlimit() / 5000
+
+    def write(self, number: float) -> None:
+        sys.setrecursionlimit(int(number * 5000))
+
+    def close(self) -> None:
+        sys.setrecursionlimit(self.before)
+
+
+class Torchs(_Either, name="setting of torch, by a function in Python"):
+    def is_high(self) -> bool:
+        return torch.are_deterministic_algorithms_enabled()
+
+    def toggle(self) -> None:
+        torch.use_deterministic_algorithms(not self.is_high())
+
+    def close(self) -> None:
+        torch.use_deterministic_algorithms(False)
+
+
+class NumPysErrors(_Either, name="error state of NumPy"):
+    def is_high(self) -> bool:
+        return np.geterr()["under"] == "raise"
+
+    def toggle(self) -> None:
+        np.seterr(under="ignore" if self.is_high() else "raise")
+
+    def close(self) -> None:
+        np.seterr(under="ignore")
+
+
+class PrecisionOfThePlugin(_Either, name="attribute of the precision plugin"):
+    needs_trainer = True
+
+    def is_high(self) -> bool:
+        return self.net.trainer.strategy.precision_plugin.precision == "another"
+
+    def toggle(self) -> None:
+        plugin = self.net.trainer.strategy.precision_plugin
+        plugin.precision = "32-true" if self.is_high() else "another"
 
 
 _global = LOW

@@ -97,7 +97,7 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     elif issubclass(kind, np.ndarray) and value.dtype.hasobject:
         holder, read = None, lambda: _members(value.ravel().tolist(), list)
     elif (data := _bytes_of(value)) is not None:
-        holder, read = None, lambda: {"": _bytes_of(value)}
+        holder, read = None, lambda: {"": _bytes_of(value), Inside("layout"): _layout_of(value)}
         kwargs["is_large"] = len(data) > _QUICK_BYTES
         # A NumPy scalar with fields changes, and its buffer cannot be written.
         if not _is_read_only(value):
@@ -354,6 +354,11 @@ def _bytes_of(value: Any) -> bytes | None:
             return view.tobytes()
     except (TypeError, ValueError, BufferError):
         return None
+
+
+def _layout_of(value: Any) -> tuple[Any, ...]:
+    with memoryview(value) as view:
+        return view.format, view.shape, view.strides
 
 
 def _is_read_only(value: Any) -> bool:

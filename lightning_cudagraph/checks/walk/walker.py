@@ -230,7 +230,9 @@ class Walk:
         if issubclass(kind, type) and not is_users_class(value):
             return not self._scope.in_capture
         if kind is FunctionType:
-            return is_users(value.__code__, value.__globals__)
+            # One that a library puts around another has state: `functools.singledispatch` makes such.
+            is_wrapper = "__wrapped__" in vars(value) and not self._scope.in_capture
+            return is_wrapper or is_users(value.__code__, value.__globals__)
         if kind in (BuiltinFunctionType, MethodWrapperType):
             return not isinstance(value.__self__, (ModuleType, type, type(None)))
         if issubclass(kind, ModuleType) and _is_imported(value):
@@ -257,6 +259,7 @@ class Walk:
             if is_users_class(value):
                 self._add(of_class)
                 self._add_bases(of_class)
+                self._add_classes(root, lineage(value)[1:])
                 self._enqueue(Root(kind, "", "", is_read=root.is_read))
             else:
                 self._pick(namespace_of(value), value, of_class)
@@ -267,7 +270,7 @@ class Walk:
         elif issubclass(kind, (nn.Module, Tensor)):
             self._add_attributes(root)
             if issubclass(kind, nn.Module):
-                self._add_classes(root)
+                self._add_classes(root, lineage(kind))
             elif self._scope.in_capture and value.requires_grad and value.is_leaf:
                 self._tensors.append(node_of_hooks(value, root.path, root.of))
             elif root.is_read and root.path:
@@ -279,7 +282,7 @@ class Walk:
             elif not (issubclass(kind, dict) and _is_globals(value)):
                 self._add(root)
             if kind not in PROXIES:
-                self._add_classes(root)
+                self._add_classes(root, lineage(kind))
 
     def _enter_hidden_module(self, root: Root) -> None:
         del self._seen[id(root.value)]
@@ -302,9 +305,9 @@ class Walk:
         else:
             self._add(root, attributes)
 
-    def _add_classes(self, root: Root) -> None:
-        """Enter the classes of an object: their attributes are read where it has none of its own."""
-        for base in lineage(type(root.value)):
+    def _add_classes(self, root: Root, classes: Iterable[type]) -> None:
+        """Enter the classes of an object or a class: what it has not itself is read of them."""
+        for base in classes:
             if is_users_class(base):
                 self._enqueue(Root(base, "", "", is_read=root.is_read))
             elif root.by_name:

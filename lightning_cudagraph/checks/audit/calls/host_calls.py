@@ -47,6 +47,7 @@ from lightning_cudagraph.checks.audit.calls.rules import (
     short_name,
 )
 from lightning_cudagraph.checks.audit.calls.seeds import SEEDED, seeds
+from lightning_cudagraph.checks.audit.calls.settings_read import asked_in_c, asked_in_python
 from lightning_cudagraph.checks.audit.host_lines import (
     CHANGES,
     NUMPYS_OWN,
@@ -214,6 +215,10 @@ class HostCalls:
             self._refuse_effect(self._effects[key], user_caller, frame, is_python=True)
         elif code.co_name.startswith(RECORDING):
             self._record_call(frame, user_caller)
+        elif (asks := asked_in_python(frame)) is not None and (
+            is_installed(code.co_filename) or not self._origins.is_users(frame)
+        ):
+            self._note_setting(f"{frame.f_globals.get('__name__')}.{code.co_name}()", asks)
 
     def _enters_a_package(self, frame: FrameType, caller: FrameType) -> bool:
         """True for a call by the user's code of a package that may draw: NumPy's own calls go unseen."""
@@ -301,6 +306,12 @@ class HostCalls:
                     self._refuse_effect(label, user_caller, frame)
                 else:
                     self._refuse_read(label, user_caller)
+        elif (asks := asked_in_c(frame, function)) is not None:
+            self._note_setting(f"{function.__module__}.{name}()", asks)
+
+    def _note_setting(self, name: str, asks: Callable[[], Any]) -> None:
+        if not self._allows(name):
+            self.mentioned.reads[f"`{name}`"] = asks
 
     def _system_call(self, name: str, frame: FrameType) -> None:
         """Refuse a call of the operating system, but for those with a fixed result and of imports."""

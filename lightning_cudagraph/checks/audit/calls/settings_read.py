@@ -1,0 +1,55 @@
+"""Getters of settings: functions without arguments that a step asks, such as `torch.get_num_threads()`.
+
+What they return is kept where no walk over objects comes: in the process, in a thread, in a library
+written in C. So they are asked again before every replay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dis import opname
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+from lightning_cudagraph.checks.walk.host_objects import VALUES
+
+# Of a call of anything else it is not known that it changes nothing.
+_ASKS = re.compile(r"(get|is|are|has)(?!attr|item)")
+_CALLS = ("CALL", "CALL_FUNCTION", "CALL_METHOD")
+
+
+def asked_in_c(frame: FrameType, function: Any) -> Callable[[], Any] | None:
+    """The function in C that a frame is calling, if it is a getter without arguments."""
+    is_of_module = type(function) is BuiltinFunctionType and isinstance(function.__self__, ModuleType)
+    if not is_of_module or _ASKS.match(function.__name__) is None:
+        return None
+    code, at = frame.f_code.co_code, frame.f_lasti
+    return _read(function) if opname[code[at]] in _CALLS and code[at + 1] == 0 else None
+
+
+def asked_in_python(frame: FrameType) -> Callable[[], Any] | None:
+    """The function of a library that a frame runs, if it is a getter without parameters."""
+    code = frame.f_code
+    takes_some = code.co_argcount or code.co_kwonlyargcount or code.co_flags & 0x0C
+    if takes_some or _ASKS.match(code.co_name) is None:
+        return None
+    function = frame.f_globals.get(code.co_name)
+    is_it = isinstance(function, FunctionType) and function.__code__ is code
+    return _read(function) if is_it else None
+
+
+def _read(function: Any) -> Callable[[], Any]:
+    def read() -> Any:
+        """What it returns, as far as it consists of values."""
+        return _values_in(function())
+
+    return read
+
+
+def _values_in(value: Any) -> Any:
+    if type(value) in VALUES:
+        return value
+    if type(value) is dict:
+        return {key: _values_in(part) for key, part in value.items() if type(key) in VALUES}
+    return tuple(map(_values_in, value)) if type(value) in (tuple, list) else None
