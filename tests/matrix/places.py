@@ -1212,17 +1212,6 @@ class NumPysErrors(_Either, name="error state of NumPy"):
         np.seterr(under="ignore")
 
 
-class PrecisionOfThePlugin(_Either, name="attribute of the precision plugin"):
-    needs_trainer = True
-
-    def is_high(self) -> bool:
-        return self.net.trainer.strategy.precision_plugin.precision == "another"
-
-    def toggle(self) -> None:
-        plugin = self.net.trainer.strategy.precision_plugin
-        plugin.precision = "32-true" if self.is_high() else "another"
-
-
 _global = LOW
 
 

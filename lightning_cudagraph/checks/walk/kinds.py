@@ -97,11 +97,11 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     elif issubclass(kind, np.ndarray) and value.dtype.hasobject:
         holder, read = None, lambda: _members(value.ravel().tolist(), list)
     elif (data := _bytes_of(value)) is not None:
-        holder, read = None, lambda: {"": _bytes_of(value), Inside("layout"): _layout_of(value)}
+        holder, read = None, lambda: {"": (_bytes_of(value), _layout_of(value))}
         kwargs["is_large"] = len(data) > _QUICK_BYTES
         # A NumPy scalar with fields changes, and its buffer cannot be written.
         if not _is_read_only(value):
-            write = lambda parts: _write_bytes(value, parts[""])  # noqa: E731
+            write = lambda parts: _write_bytes(value, parts[""][0])  # noqa: E731
     elif slots_of(kind) and not _has_state_in_c(kind):
         read, write = dict, do_nothing  # it has the slots alone
     else:

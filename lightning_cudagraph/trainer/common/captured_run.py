@@ -14,7 +14,6 @@ from lightning_cudagraph.checks.audit.step_audit import StepAudit, step_audit
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
-from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
@@ -101,7 +100,9 @@ class CapturedRun:
         """Return the tracker of Lightning's loop that counts optimizer steps; None in an evaluation."""
 
     def guarded_values(self) -> GuardedValues:
-        return GuardedValues(self.metrics.state.described, dict, lambda: (self.metrics.state.fits(),))
+        return GuardedValues(
+            self.metrics.state.described, self.precision, lambda: (self.metrics.state.fits(),)
+        )
 
     def outside(self) -> OutsideModel:
         trainer = self.trainer
@@ -109,25 +110,13 @@ class CapturedRun:
             around={"trainer": trainer},
             callees=lambda: [trainer.strategy, trainer.precision_plugin],
             roots=lambda: outside_of_model(trainer),
-            read=self.precision,
         )
 
-    def precision(self) -> list[Root]:
-        """Return the roots of what decides on the precision of a step."""
-        strategy: Any = self.trainer.strategy
-        plugin = strategy.precision_plugin
-        return [
-            Root(
-                holder,
-                "",
-                f"the `{type(holder).__qualname__}`",
-                frozenset(),
-                True,
-                frozenset(names),
-                by_name=True,
-            )
-            for holder, names in ((strategy, ["_precision_plugin"]), (plugin, vars(plugin)))
-        ]
+    def precision(self) -> dict[str, Any]:
+        """Return the identity of the precision plugin, by name."""
+        plugin = self.trainer.precision_plugin
+        described = f"{type(plugin).__qualname__} ({plugin.precision}, {id(plugin)})"
+        return {"the precision plugin of the trainer": described}
 
     @contextmanager
     def learning(self) -> Iterator[None]:

@@ -53,7 +53,7 @@ class TrainingRun(CapturedRun):
                 **replicas.described(),
                 "the hooks inside the step": hooks.named(),
             },
-            part.optimizer.addresses,
+            lambda: {**part.optimizer.addresses(), **self.precision()},
             lambda: (*part.quick_state(), *hooks.quick(), metrics.state.fits(), replicas.settings()),
         )
 
@@ -68,8 +68,5 @@ class TrainingRun(CapturedRun):
             },
             containers=lambda: part.optimizer.places(),
             callees=lambda: [part.optimizer.optimizer, *outside.callees()],
-            read=lambda: [
-                *self.precision(),
-                *(part.optimizer.read() if part.optimizer.is_inspected else ()),
-            ],
+            read=lambda: part.optimizer.read() if part.optimizer.is_inspected else [],
         )
