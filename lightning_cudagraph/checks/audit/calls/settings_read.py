@@ -41,7 +41,7 @@ def asked_in_python(frame: FrameType) -> Callable[[], Any] | None:
 
 def _read(function: Any) -> Callable[[], Any]:
     def read() -> Any:
-        """What it returns, as far as it consists of values."""
+        """Its result, with None for each part that is no value."""
         return _values_in(function())
 
     return read
