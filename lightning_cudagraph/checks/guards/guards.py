@@ -303,14 +303,16 @@ class Guards:
     @property
     def notes(self) -> list[str]:
         """Parts that are not compared before each replay, for the report."""
-        parts = self._walk.between_pauses if self._walk is not None else []
+        if self._walk is None:
+            return []
+        parts, notes = self._walk.between_pauses, []
         more = f" and {len(parts) - _MAX_NAMED} more" if len(parts) > _MAX_NAMED else ""
-        named = ", ".join(parts[:_MAX_NAMED])
-        return (
-            [f"large, so compared in pauses only (the start of an epoch, validation): {named}{more}"]
-            if parts
-            else []
-        )
+        if named := ", ".join(parts[:_MAX_NAMED]):
+            when = "in pauses only (the start of an epoch, validation)"
+            notes = [f"large, so compared {when}: {named}{more}"]
+        if end := self._walk.end:
+            notes.append(f"of the objects that the step reaches, {end} alone are compared")
+        return notes
 
     def drop(self) -> None:
         """Forget the record, when the graph is released."""

@@ -142,8 +142,12 @@ class Walk:
     @property
     def between_pauses(self) -> list[str]:
         """Parts that the step can have read and `quick_changes` leaves out, in words."""
-        large = [f"`{node.path}` of {node.of}" for node in self._nodes if node.is_large and node.is_read]
-        return [*large, *([f"what lies beyond {_MAX_OBJECTS:,} objects"] if self._is_cut else [])]
+        return [f"`{node.path}` of {node.of}" for node in self._nodes if node.is_large and node.is_read]
+
+    @property
+    def end(self) -> str:
+        """The objects at which the walk has ended before it was complete, in words; or an empty text."""
+        return f"the first {_MAX_OBJECTS:,}" if self._is_cut else ""
 
     def watches(self, holder: Any) -> bool:
         """True if this very object is compared."""

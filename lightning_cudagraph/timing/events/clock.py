@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from time import perf_counter
+from time import time as now_s
 from typing import NamedTuple
 
 from lightning_cudagraph.device.backend import Backend, Event
@@ -133,16 +134,16 @@ class FitClock:
         # The event after the whole step: marks may lie on several streams.
         ended = self._unread[0].ended
         if not ended.query():
-            began_s = time.perf_counter()
+            began_s = perf_counter()
             ended.synchronize()
-            self.device_waits_s += time.perf_counter() - began_s
+            self.device_waits_s += perf_counter() - began_s
         self._read_first()
 
     def _read_first(self) -> None:
         marks, lead_in, step, _, owned, batch, is_last, waited_ms = self._unread.popleft()
         offsets_ms = marks.read() + self._before_ms(lead_in, marks.start)
         layout = self._layout_of(marks.layout, *lead_in.kind)
-        reading = Reading(layout, step, time.time(), offsets_ms, batch, is_last, waited_ms)
+        reading = Reading(layout, step, now_s(), offsets_ms, batch, is_last, waited_ms)
         self._free += owned
         self._sinks.add(reading)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -206,7 +206,7 @@ class StepMeter(Callback):
             self._measures.enter_context(self._count)
         elif self._first_timed_step <= step < self._counted_step:
             torch.cuda.reset_peak_memory_stats()
-            self._measures.callback(self._time_since, time.perf_counter())
+            self._measures.callback(self._time_since, perf_counter())
         elif step > self._counted_step:
             profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             with suppress(RuntimeError):  # another is running
@@ -215,9 +215,9 @@ class StepMeter(Callback):
 
     def _time_since(self, began_s: float) -> None:
         index = self._step - self._first_timed_step
-        self._host_ms[index] += (time.perf_counter() - began_s) * 1e3
+        self._host_ms[index] += (perf_counter() - began_s) * 1e3
         torch.cuda.synchronize()
-        self._step_ms[index] += (time.perf_counter() - began_s) * 1e3
+        self._step_ms[index] += (perf_counter() - began_s) * 1e3
         self._peak_bytes = max(self._peak_bytes or 0, torch.cuda.max_memory_allocated())
 
     def _read(self, profile: torch.profiler.profile) -> None:
