@@ -103,6 +103,15 @@ def found(where: str) -> Any:
     return value
 
 
+def imported(table: tuple[PrivateName, ...], name: str) -> Any:
+    """Return a value that modules of this package import: one on the path of a declared name."""
+    for declared in table:
+        path = declared.where.split(".")
+        if name in path:
+            return found_or_stand_in(".".join(path[: path.index(name) + 1]))
+    raise AttributeError(name)
+
+
 def found_or_stand_in(where: str) -> Any:
     """Return the value at a dotted path, or a placeholder class that raises when it is called.
 

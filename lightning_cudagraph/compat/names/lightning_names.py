@@ -16,7 +16,7 @@ from lightning_cudagraph.compat.features import (
 from lightning_cudagraph.compat.private_names import (
     PrivateName,
     accepts,
-    found_or_stand_in,
+    imported,
     members,
     named,
 )
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name not in _IMPORTED:
-            raise AttributeError(name)
-        return found_or_stand_in(f"lightning.{_IMPORTED[name]}.{name}")
+        return imported(LIGHTNING, name)
 
 
 _PYTORCH = "lightning.pytorch"
@@ -51,23 +49,6 @@ _AUTOMATIC = f"{_LOOPS}.optimization.automatic"
 _CONNECTOR = f"{_PYTORCH}.trainer.connectors.logger_connector"
 _CALL = f"{_PYTORCH}.trainer.call"
 _WRAPPERS = "lightning.fabric.wrappers"
-
-# Names that modules of this package import from here, by their modules in Lightning.
-_IMPORTED = {
-    "_FabricModule": "fabric.wrappers",
-    "_FabricOptimizer": "fabric.wrappers",
-    "_MockOptimizer": "pytorch.core.optimizer",
-    "_DataLoaderIterDataFetcher": "pytorch.loops.fetchers",
-    "_FitLoop": "pytorch.loops.fit_loop",
-    "_Loop": "pytorch.loops.loop",
-    "_AutomaticOptimization": "pytorch.loops.optimization.automatic",
-    "_Progress": "pytorch.loops.progress",
-    "_TrainingEpochLoop": "pytorch.loops.training_epoch_loop",
-    "_LoggerConnector": "pytorch.trainer.connectors.logger_connector.logger_connector",
-    "_get_default_dtype": "pytorch.trainer.connectors.logger_connector.result",
-    "_ResultCollection": "pytorch.trainer.connectors.logger_connector.result",
-    "_ResultMetric": "pytorch.trainer.connectors.logger_connector.result",
-}
 
 
 def _reads_a_number(getter: Any) -> bool:

@@ -24,7 +24,7 @@ from lightning_cudagraph.compat.features import (
 from lightning_cudagraph.compat.private_names import (
     PrivateName,
     accepts,
-    found_or_stand_in,
+    imported,
     members,
     named,
 )
@@ -53,40 +53,13 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name not in _IMPORTED:
-            raise AttributeError(name)
-        return found_or_stand_in(_IMPORTED[name])
+        return imported(TORCH, name)
 
 
 _DYNAMO = "torch._dynamo.eval_frame"
 _DISPATCH = "torch.utils._python_dispatch"
 _TREES = "torch.utils._pytree"
 _COMPILED_CALLS = "torch._dynamo.variables.torch.TorchInGraphFunctionVariable"
-
-# Names that modules of this package import from here, by their paths in torch.
-_IMPORTED = {
-    "eval_frame": _DYNAMO,
-    "cudagraphs": "torch._dynamo.backends.cudagraphs",
-    "debugging": "torch._dynamo.backends.debugging",
-    "TorchInGraphFunctionVariable": _COMPILED_CALLS,
-    "OpOverload": "torch._ops.OpOverload",
-    "OpOverloadPacket": "torch._ops.OpOverloadPacket",
-    "_refresh_per_optimizer_state": "torch.amp.grad_scaler._refresh_per_optimizer_state",
-    "_BaseDataLoaderIter": "torch.utils.data.dataloader._BaseDataLoaderIter",
-    **{
-        name: f"{_DISPATCH}.{name}"
-        for name in (
-            *("TorchDispatchMode", "_disable_current_modes", "_get_current_dispatch_mode"),
-            "is_traceable_wrapper_subclass",
-        )
-    },
-    **{
-        name: f"{_TREES}.{name}"
-        for name in (
-            *("TreeSpec", "tree_flatten", "tree_iter", "tree_leaves", "tree_map", "tree_map_only"),
-        )
-    },
-}
 
 
 def _counts_writes(version: Any) -> bool:
