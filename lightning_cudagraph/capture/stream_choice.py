@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.compat.attributes import setting
+from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
@@ -44,18 +43,12 @@ _ROUND_REPLAYS = 10
 _SHOWN = 4
 
 
-class _Trials(threading.local):
-    """A flag of each thread: a trial is under way."""
-
-    under_way = False
-
-
-_trials = _Trials()
+_is_trial = OfThread(False)
 
 
 def is_trial() -> bool:
     """True if replays of this thread are trials, with effects that are undone."""
-    return _trials.under_way
+    return _is_trial.value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,7 +389,7 @@ class StreamChoice:
         if not self._processes.all(copies is not None) or copies is None:
             return
         try:
-            with setting(_trials, under_way=True):
+            with setting(_is_trial, value=True):
                 trial.replay_ms = self._replay_ms(trial.captured)
         finally:
             with torch.no_grad():

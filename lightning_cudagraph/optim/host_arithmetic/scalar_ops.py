@@ -43,24 +43,8 @@ _LERP_TURNS_AT = 0.5
 _NEUTRAL = {"mul": 1.0, "div": 1.0, "plus": -0.0}
 
 
-def _times(one: Tensor, number: Tensor, out: Tensor | None) -> Tensor:
-    return torch.mul(one, number, out=out)
-
-
-def _over(one: Tensor, number: Tensor, out: Tensor | None) -> Tensor:
-    return torch.div(one, number, out=out)
-
-
-def _plus(one: Tensor, number: Tensor, out: Tensor | None) -> Tensor:
-    return torch.add(one, number, out=out)
-
-
-def _plus_scaled(one: Tensor, other: Tensor, alpha: Tensor, out: Tensor | None) -> Tensor:
-    return torch.addcmul(one, other, alpha, out=out)
-
-
 def _plus_product(
-    one: Tensor, first: Tensor, second: Tensor, value: Tensor, out: Tensor | None
+    one: Tensor, first: Tensor, second: Tensor, value: Tensor, out: Tensor | None = None
 ) -> Tensor:
     if one.is_cuda:
         return torch.addcmul(one, first * second, value, out=out)
@@ -68,25 +52,21 @@ def _plus_product(
 
 
 def _plus_quotient(
-    one: Tensor, dividend: Tensor, divisor: Tensor, value: Tensor, out: Tensor | None
+    one: Tensor, dividend: Tensor, divisor: Tensor, value: Tensor, out: Tensor | None = None
 ) -> Tensor:
     if one.is_cuda:
         return torch.addcmul(one, dividend / divisor, value, out=out)
     return torch.add(one, dividend * value / divisor, out=out)
 
 
-def _towards(one: Tensor, other: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
-    return torch.lerp(one, other, weight, out=out)
-
-
 # By the name of torch's function: the number of tensors before the number, and the form with a tensor.
 _OPS: dict[str, tuple[int, Callable[..., Tensor]]] = {
-    "mul": (1, _times),
-    "div": (1, _over),
-    "__rdiv__": (1, _times),
-    "plus": (1, _plus),
-    "add": (2, _plus_scaled),
-    "lerp": (2, _towards),
+    "mul": (1, torch.mul),
+    "div": (1, torch.div),
+    "__rdiv__": (1, torch.mul),
+    "plus": (1, torch.add),
+    "add": (2, torch.addcmul),
+    "lerp": (2, torch.lerp),
     "addcmul": (3, _plus_product),
     "addcdiv": (3, _plus_quotient),
 }
@@ -166,12 +146,12 @@ def _computed(
     one, compute = operands[0], _OPS[name][1]
     if gate is not None and name in _NEUTRAL:
         with gate.passing():
-            return compute(one, number, one)
+            return compute(one, number, out=one)
     out = one if in_place and gate is None else None
     if one.dtype in _WIDE or not one.is_floating_point():
-        value = compute(*operands, number, out)
+        value = compute(*operands, number, out=out)
     else:
-        wide: Tensor = compute(*(operand.float() for operand in operands), number, None)
+        wide: Tensor = compute(*(operand.float() for operand in operands), number)
         value = wide.to(one.dtype) if out is None else out.copy_(wide)
     return value if gate is None else gate.put(one, value)
 

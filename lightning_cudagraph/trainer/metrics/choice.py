@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.trainer.metrics.model_metrics import found_metrics, metrics_of, replaced
+from lightning_cudagraph.compat.attributes import bound, setting
+from lightning_cudagraph.trainer.metrics.model_metrics import found_metrics, metrics_of
 from lightning_cudagraph.trainer.metrics.outside import OutsideTensors
 from lightning_cudagraph.trainer.metrics.trials import MetricTrials
 
@@ -67,7 +67,8 @@ class MetricChoice:
         with ExitStack() as stack:
             for name, metric in found:
                 for method in ("forward", "update"):
-                    replaced(stack, metric, method, self._trying(name, metric, method))
+                    tried = self._trying(name, metric, method)
+                    stack.enter_context(bound([(vars(metric), method, tried)]))
             yield
         self._decide()
 

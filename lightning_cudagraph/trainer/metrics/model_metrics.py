@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -62,13 +60,3 @@ def found_metrics(model: nn.Module) -> list[tuple[str, Any]]:
                 if type(value) in (dict, list, tuple) or is_metric(value):
                     look(value, f"{name}.{attribute}" if name else attribute, 1)
     return [*found.values()]
-
-
-def replaced(stack: ExitStack, metric: nn.Module, method: str, function: Callable[..., Any]) -> None:
-    """Patch a method of one metric, until the stack is closed."""
-    own = vars(metric)
-    if method in own:
-        stack.callback(own.__setitem__, method, own[method])
-    else:
-        stack.callback(own.pop, method)
-    own[method] = function

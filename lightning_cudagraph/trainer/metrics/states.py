@@ -40,7 +40,7 @@ from lightning_cudagraph.trainer.metrics.calls import (
 )
 from lightning_cudagraph.trainer.metrics.choice import MetricChoice, calls_members
 from lightning_cudagraph.trainer.metrics.fixed_counts import FixedCounts
-from lightning_cudagraph.trainer.metrics.model_metrics import found_metrics, metrics_of, replaced
+from lightning_cudagraph.trainer.metrics.model_metrics import found_metrics, metrics_of
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
 from lightning_cudagraph.trainer.metrics.trials import MetricTrials, keep_states, known_only
 
@@ -114,12 +114,13 @@ class StepMetrics:
             stack.callback(self.undo)
             stack.enter_context(known_only({*known}))
             for name, metric in found:
-                for method in ("forward", "update"):
-                    replaced(stack, metric, method, self._recorded(name, metric, method, noted))
-                for method in ("compute", "reset"):
-                    replaced(stack, metric, method, self._refusing(name, metric, method))
+                patches = {
+                    **{m: self._recorded(name, metric, m, noted) for m in ("forward", "update")},
+                    **{m: self._refusing(name, metric, m) for m in ("compute", "reset")},
+                }
                 if isinstance(metric, MetricCollection):
-                    replaced(stack, metric, _REFERENCES, self._referring(metric, note))
+                    patches[_REFERENCES] = self._referring(metric, note)
+                stack.enter_context(bound((vars(metric), *patch) for patch in patches.items()))
             if found:
                 stack.enter_context(metric_reads(self._read))
             yield
