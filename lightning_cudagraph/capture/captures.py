@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Generic, NamedTuple
 
-from torch import Tensor
-
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
 from lightning_cudagraph.capture.invalidation import Invalidation
@@ -25,22 +23,9 @@ from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.external_references import ExternalReferences
 from lightning_cudagraph.tensors.host_values import held, in_words, is_host_value
-from lightning_cudagraph.tensors.static import StaticBatch
-from lightning_cudagraph.tensors.writes import storage_id
+from lightning_cudagraph.tensors.static import StaticBatch, refuse_shared_memory
 
 _REPORT_IT = "This is a bug in `lightning_cudagraph`: please report it."
-
-
-def _refuse_shared_memory(batch: object, captured: CapturedStep[T]) -> None:
-    """Refuse a step that writes memory shared with its batch: a graph reads a copy of the batch."""
-    written = {storage_id(tensor) for tensor in captured.written}
-    for path, leaf in flatten_batch(batch):
-        if isinstance(leaf, Tensor) and storage_id(leaf) in written:
-            raise CaptureError(
-                f"The training step writes into the memory of `{path}` through another tensor; a graph"
-                f" reads a copy of `{path}` from before the step.",
-                "Pass a copy, `tensor.clone()`, or read in the step the tensor that it writes.",
-            )
 
 
 def _failure_of_ranks(findings: Iterable[Finding | None]) -> UnsupportedError | None:
@@ -299,7 +284,7 @@ class Captures(Generic[T]):
                 stack.enter_context(outside_inference_mode())
                 stack.enter_context(self._compiled.one_look())
                 made.append(self._captured(step, signature))
-            _refuse_shared_memory(step.batch, made[0])
+            refuse_shared_memory(step.batch, made[0].written)
         except BaseException:
             for captured in made:
                 captured.release()

@@ -176,6 +176,18 @@ def refuse_writes(written: Iterable[Tensor], refuse: Callable[[CaptureError], No
         refuse(_write(path))
 
 
+def refuse_shared_memory(batch: object, written: Iterable[Tensor]) -> None:
+    """Refuse a step that writes memory shared with its batch: a graph reads a copy of the batch."""
+    memory = {storage_id(tensor) for tensor in written}
+    for path, leaf in flatten_batch(batch) if memory else ():
+        if isinstance(leaf, Tensor) and storage_id(leaf) in memory:
+            raise CaptureError(
+                f"The training step writes into the memory of `{path}` through another tensor; a graph"
+                f" reads a copy of `{path}` from before the step.",
+                "Pass a copy, `tensor.clone()`, or read in the step the tensor that it writes.",
+            )
+
+
 def _write(path: str) -> CaptureError:
     error = CaptureError(
         f"The training step writes into `{path}` in place.", "Write into a copy: `x = x.clone()`."

@@ -13,14 +13,13 @@ in the first forward pass after a training step: that batch runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_cudagraph.capture.context import RunContext
@@ -38,7 +37,7 @@ from lightning_cudagraph.tensors.batch import (
 from lightning_cudagraph.tensors.host_values import as_output, copied_output, held
 from lightning_cudagraph.tensors.recomputed import Recomputed
 from lightning_cudagraph.timing.output.stages import StageSummary
-from lightning_cudagraph.trainer.common.captured_run import CapturedRun, gradient_of
+from lightning_cudagraph.trainer.common.captured_run import CapturedRun, announce, gradients_kept
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.config.settings import Settings
@@ -109,7 +108,7 @@ class EvaluationStep(Step[_Outputs]):
             arguments[0] = run.numbers.noted(signature.reads, indices[0])
         with (
             unprofiled(trainer),
-            self._without_gradients(),
+            gradients_kept(dict(run.module.named_parameters()), self._leaves_gradients),
             run.recorded(signature, batch, capturing, other_in_captures=self.others) as parts,
         ):
             try:
@@ -126,6 +125,13 @@ class EvaluationStep(Step[_Outputs]):
         what = f"the output of `{self.name}`"
         refuse_odd_outputs(returned, what)
         return _Outputs(map_leaves(returned, self._detached), what, logged, parts.recomputed)
+
+    def _leaves_gradients(self, name: str) -> CaptureError:
+        """The error for a step that changes a gradient, which belongs to the training graphs."""
+        return CaptureError(
+            f"`{self.name}` leaves gradients in `{name}`.",
+            "Use `torch.autograd.grad`, which returns them.",
+        )
 
     def _detached(self, leaf: Any) -> Any:
         if isinstance(leaf, Later):
@@ -150,24 +156,6 @@ class EvaluationStep(Step[_Outputs]):
 
     def learning(self) -> AbstractContextManager[None]:
         return self.evaluation.learning()
-
-    @contextmanager
-    def _without_gradients(self) -> Iterator[None]:
-        """Refuse a step that changes gradients: they belong to the training graphs."""
-        before = [
-            (name, p, p.grad, gradient_of(p)) for name, p in self.evaluation.module.named_parameters()
-        ]
-        try:
-            yield
-            for name, parameter, _, was in before:
-                if gradient_of(parameter) != was:
-                    raise CaptureError(
-                        f"`{self.name}` leaves gradients in `{name}`.",
-                        "Use `torch.autograd.grad`, which returns them.",
-                    )
-        finally:
-            for _, parameter, gradient, _ in before:
-                parameter.grad = gradient
 
 
 class GraphedEvaluation:
@@ -196,7 +184,7 @@ class GraphedEvaluation:
             backend,
             settings,
             run.carried,
-            announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
+            announce=announce,
             wording=wording_of(stage),
         )
         self._engine: StepEngine[_Outputs] = StepEngine(context, run.guards)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_cudagraph.capture.steps import Phase, StepCounts
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.compat.method_patches import Original
@@ -24,7 +24,6 @@ from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import in_words
 from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call
-from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
 from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun, Variant
 
 WORDING = Wording(
@@ -47,9 +46,6 @@ class CapturedModule:
 
     Attributes:
         name: its name in the LightningModule.
-        replayed: number of calls that were replays.
-        warmed_up: number of warm-up calls.
-        eager: number of other eager calls, by reason.
     """
 
     def __init__(self, run: ModulesRun, name: str, module: nn.Module) -> None:
@@ -58,11 +54,9 @@ class CapturedModule:
         self._parameters, self._modules = [*module.parameters()], [*module.modules()]
         self._variants: dict[Signature, Variant] = {}
         self._last: Variant | None = None
-        self._retired: list[ModuleGraph] = []
         self._short = 0
         self._given_up: str | None = None
-        self.replayed = self.warmed_up = self.captures = 0
-        self.eager: Counter[str] = Counter()
+        self._counts = StepCounts()  # of its calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, in place of its `forward`."""
@@ -85,7 +79,8 @@ class CapturedModule:
         if variant.refused is not None:
             return self._refused(variant, variant.refused, args, kwargs)
         if not variant.is_warm:
-            self.warmed_up += 1
+            self._counts.warmed_up += 1
+            self._run.calls.append((Phase.WARMING, ""))
             return variant.warm_up(args, kwargs)
         return self._captured(variant, call, args, kwargs)
 
@@ -96,7 +91,7 @@ class CapturedModule:
         signature = call.signature
         if signature not in self._variants:
             for forgotten in make_room(self._variants, lambda variant: not variant.graphs):
-                self._retired += forgotten.drop()
+                forgotten.drop()
             self._variants[signature] = Variant(self._run, self._module, self._forward, call)
         self._last = self._variants[signature]
         return self._last
@@ -128,7 +123,7 @@ class CapturedModule:
                 found = UnsupportedError(f"The module raised {raised}; eagerly it did not.", LEAVE_OUT)
                 self._refused(variant, found)
                 return returned
-            self.captures += 1
+            self._counts.captures += 1
         try:
             returned = variant.replay(graph, call)
         except UnsupportedError as error:  # nothing of the call has happened
@@ -137,18 +132,19 @@ class CapturedModule:
                 return self._refused(variant, error, args, kwargs)
             self._drop(variant, error.reason)
             return self._eagerly(kind_of(error.reason), args, kwargs)
-        self.replayed += 1
+        self._counts.replayed += 1
+        self._run.calls.append((Phase.CAPTURED, ""))
         return returned
 
     def _refused(self, variant: Variant, error: UnsupportedError, *arguments: Any) -> Any:
         """Leave the calls of a signature eager because of `error`, and make the one that is given."""
         variant.refused = error
         clear_frames(error)
-        self._retired += variant.drop()
+        variant.drop()
         reason = self._unsupported(error)
         if arguments:
             return self._eagerly(reason, *arguments)
-        self.eager[reason] += 1
+        self._note_eager(reason)
         return None
 
     @property
@@ -156,15 +152,19 @@ class CapturedModule:
         return self._run.settings.max_graphs
 
     def _eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.eager[reason] += 1
+        self._note_eager(reason)
         return self._forward(*args, **kwargs)
+
+    def _note_eager(self, reason: str) -> None:
+        self._counts.note_eager(reason)
+        self._run.calls.append((Phase.EAGER, f"a call of `{self.name}`: {reason}"))
 
     def _unsupported(self, error: UnsupportedError) -> str:
         """Raise if the module has had no graph, and the user wants that; return the reason otherwise."""
         WORDING.rephrase(error)
         if error.is_effect:
             error.remedy = _OUTSIDE
-        if self._run.settings.raise_unsupported and not self.replayed:
+        if self._run.settings.raise_unsupported and not self._counts.replayed:
             error.what = f"`{self.name}`: {error.what}"
             raise error
         return error.reason
@@ -172,7 +172,7 @@ class CapturedModule:
     def _drop(self, variant: Variant, reason: str) -> None:
         """Let go of graphs that a change has made invalid."""
         few = sum(graph.replays for graph in variant.graphs) < _FEW_REPLAYS
-        self._retired += variant.drop()
+        variant.drop()
         self._parameters, self._modules = [*self._module.parameters()], [*self._module.modules()]
         change = reason if isinstance(reason, Change) else Change(reason)
         change.remedy = change.remedy or remedy_of(kind_of(change))
@@ -190,26 +190,18 @@ class CapturedModule:
             if variant.graphs:
                 variant.guards.suspect()
 
-    def sweep(self) -> None:
-        """Release graphs that are invalid and not in use any more."""
-        for graph in [each for each in self._retired if not each.is_in_use]:
-            self._retired.remove(graph)
-            graph.release()
-
     def close(self) -> None:
-        """Release all graphs."""
+        """Let go of all graphs."""
         for variant in self._variants.values():
-            self._retired += variant.drop()
-        for graph in self._retired:
-            graph.release()
-        self._variants, self._retired, self._last = {}, [], None
+            variant.drop()
+        self._variants, self._last = {}, None
 
     @property
     def note(self) -> str:
         """Its calls so far, for the report."""
-        counts = [(self.replayed, "replays"), (self.warmed_up, "in warm-up")]
-        said = [f"{number} {word}" for number, word in counts]
-        said += [f"{number} eager: {reason}" for reason, number in self.eager.most_common()]
-        if not (self.replayed or self.warmed_up or self.eager):
+        counts = self._counts
+        said = [f"{counts.replayed} replays", f"{counts.warmed_up} in warm-up"]
+        said += [f"{number} eager: {reason}" for reason, number in counts.eager.most_common()]
+        if not (counts.replayed or counts.warmed_up or counts.eager):
             return f"`{self.name}`: not called in a step, or by compiled code alone"
-        return f"`{self.name}`: {self.captures} captures; calls: {'; '.join(said)}"
+        return f"`{self.name}`: {counts.captures} captures; calls: {'; '.join(said)}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,19 +47,6 @@ T = TypeVar("T")
 _MAX_BACKWARDS = 8
 
 
-class Recording(Protocol):
-    """Captures a part of a call, and refuses what a replay would not repeat."""
-
-    def record(self, body: Callable[[], T], beside: Graph | None) -> tuple[Graph, T, bool]:
-        """Capture `body`, into the pool of another graph; return True if it calls user code."""
-
-    def changed(self, before_capture: bool) -> str | None:
-        """The first change of what the captures have baked in, in words; None if there is none."""
-
-    def take(self, graph: ModuleGraph) -> None:
-        """Take what the captures have baked in, to find changes."""
-
-
 @dataclass
 class _Backward:
     """A backward graph, with its static gradients: of the outputs, and of the inputs for each use.
@@ -77,6 +64,13 @@ class _Backward:
 class ModuleGraph:
     """The graphs of one call of a module.
 
+    Args:
+        record: captures a part of the call, into the pool of another graph, and refuses what a replay
+            would not repeat; returns the graph, what the part returns, and True if it calls user code.
+        changed: returns the first change of what captures have baked in, in words, or None; compares
+            everything if its argument is True.
+        take: takes what captures have baked in, to find changes.
+
     Attributes:
         written: the tensors older than the captures that the module writes.
         replays: the number of forward replays.
@@ -91,7 +85,9 @@ class ModuleGraph:
         module: nn.Module,
         forward: Callable[..., Any],
         call: Call,
-        recording: Recording,
+        record: Callable[..., tuple[Graph, Any, bool]],
+        changed: Callable[[bool], str | None],
+        take: Callable[[ModuleGraph], None],
     ) -> None:
         self._backend = backend
         self._module = module
@@ -99,7 +95,7 @@ class ModuleGraph:
         self._mode, self._needs_grad = call.mode, call.needs_grad  # not its tensors
         self._forward_mode = Mode.now(backend.device.type)
         self._static = StaticBatch(call.batch)
-        self._recording = recording
+        self._record, self._changed, self._take = record, changed, take
         self._loan = self._static.lend()
         self._leaves = tensors_of(self._loan.batch)
         self._graphs: list[Graph] = []
@@ -124,7 +120,7 @@ class ModuleGraph:
             self._loan.refuse_changes(self.written)
             if forms is not None and self._pass.uses:
                 self._capture_backward(forms)
-            self._recording.take(self)
+            self._take(self)
         except BaseException:
             self.release()
             raise
@@ -152,7 +148,7 @@ class ModuleGraph:
         """Capture a part of the call, which must leave its arguments and all gradients as they are."""
         with self._loan.watched(), own_gradients_refused(self._module, self._leaves):
             beside = self._graphs[0] if self._graphs else None
-            graph, found, calls_user_code = self._recording.record(body, beside)
+            graph, found, calls_user_code = self._record(body, beside)
         self._graphs.append(graph)
         self.written += self._backend.written(graph)
         return found, calls_user_code
@@ -241,7 +237,7 @@ class ModuleGraph:
         if found is not None and not found.calls_user_code:
             return found
         with self._forward_mode.entered():
-            has_changed = self.has_changed or self._recording.changed(before_capture=found is None)
+            has_changed = self.has_changed or self._changed(found is None)
         if found is not None and not has_changed:
             return found
         if not forms.is_plain:
@@ -254,7 +250,7 @@ class ModuleGraph:
             return None
         if not has_changed:  # else the next call finds it
             with self._forward_mode.entered():
-                self._recording.take(self)
+                self._take(self)
         return found
 
     def check(self, call: Call, verifier: Verifier, suspicion: str, effects: Effects) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.writes import storage_id
+from lightning_cudagraph.trainer.common.captured_run import gradients_kept
 
 
 @contextmanager
@@ -19,22 +20,15 @@ def own_gradients_refused(module: nn.Module, inputs: Sequence[Tensor]) -> Iterat
     Raises:
         CaptureError: if it does. The gradients are as before.
     """
-    parameters = [each for each in module.parameters() if each.is_leaf]
-    before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in parameters]
-    try:
+    error = CaptureError(
+        "The module calls `backward()`, which leaves gradients that a replay would not leave.",
+        "Use `torch.autograd.grad`, or name a smaller module in `modules`.",
+    )
+    leaves = {name: each for name, each in module.named_parameters() if each.is_leaf}
+    with gradients_kept(leaves, lambda name: error):
         yield
-        is_any = any(each.grad is not None for each in inputs)
-        for parameter, gradient, version in before:
-            is_any |= parameter.grad is not gradient
-            is_any |= gradient is not None and gradient._version != version
-        if is_any:
-            raise CaptureError(
-                "The module calls `backward()`, which leaves gradients that a replay would not leave.",
-                "Use `torch.autograd.grad`, or name a smaller module in `modules`.",
-            )
-    finally:
-        for parameter, gradient, _ in before:
-            parameter.grad = gradient
+        if any(each.grad is not None for each in inputs):
+            raise error
 
 
 @contextmanager
@@ -95,19 +89,4 @@ def refuse_sparse(gradients: Iterable[Tensor | None]) -> None:
     if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
         raise CaptureError(
             "A gradient of the module is sparse.", "Pass `sparse=False` to its embeddings."
-        )
-
-
-def refuse_shared_memory(arguments: Iterable[Tensor], written: Sequence[Tensor]) -> None:
-    """Refuse a call whose arguments lie in memory that the module writes: a graph reads copies.
-
-    Raises:
-        CaptureError: if one does.
-    """
-    memory = {storage_id(tensor) for tensor in written}
-    if memory and any(storage_id(tensor) in memory for tensor in arguments):
-        raise CaptureError(
-            "The module writes into the memory of an argument through another tensor; a graph reads a"
-            " copy of it.",
-            "Pass a copy, `tensor.clone()`.",
         )

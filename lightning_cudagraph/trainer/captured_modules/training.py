@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_cudagraph.capture.steps import StepCounts
@@ -25,6 +24,7 @@ from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.captured_modules.captured_module import CapturedModule
 from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun
+from lightning_cudagraph.trainer.common.captured_run import announce
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
@@ -59,7 +59,6 @@ class ModulesTraining:
         self._trainer = trainer
         self._refused: list[str] = []
         self._patches = ExitStack()
-        announce = lambda text: rank_zero_info(f"lightning_cudagraph: {text}")  # noqa: E731
         self._run = ModulesRun(trainer, backend, settings, announce)
         self._captured = [CapturedModule(self._run, name, each) for name, each in modules.items()]
         self._modules = [*modules.values()]
@@ -102,33 +101,11 @@ class ModulesTraining:
 
     def _optimization(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the step of a batch on the side stream, where modules are captured."""
-        for captured in self._captured:
-            captured.sweep()
-        self._run.step += 1
-        before = self._counted()
+        self._run.begin_step()
         with setting(self._run.on, value=True), self._run.backend.on_side_stream():
             done = run(*args, **kwargs)
-        self._count(before)
+        self._run.end_step()
         return done
-
-    def _counted(self) -> list[tuple[int, int, dict[str, int]]]:
-        return [
-            (captured.warmed_up, captured.replayed, dict(captured.eager)) for captured in self._captured
-        ]
-
-    def _count(self, before: list[tuple[int, int, dict[str, int]]]) -> None:
-        """Count a step by the calls in it: one that is not a replay counts for all."""
-        counts, now = self._run.counts, self._counted()
-        for captured, (_, _, was), (_, _, found) in zip(self._captured, before, now, strict=True):
-            if reason := next((why for why in found if found[why] > was.get(why, 0)), None):
-                counts.note_eager(f"a call of `{captured.name}`: {reason}")
-                return
-        if any(was[0] < found[0] for was, found in zip(before, now, strict=True)):
-            counts.warmed_up += 1
-        elif any(was[1] < found[1] for was, found in zip(before, now, strict=True)):
-            counts.replayed += 1
-        else:
-            counts.note_eager("no captured module was called")
 
     def suspect(self) -> None:
         """Compare everything before the next replay: code other than training steps has run."""
@@ -155,6 +132,7 @@ class ModulesTraining:
     def close(self) -> None:
         """Undo all patches, and release the graphs and their memory."""
         with ExitStack() as stack:
+            stack.callback(self._run.release)
             for captured in self._captured:
                 stack.callback(captured.close)
             stack.callback(self._patches.close)

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.capture.steps import Phase, StepCounts
 from lightning_cudagraph.checks.audit.step_audit import step_audit
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
@@ -25,11 +25,11 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
 from lightning_cudagraph.tensors.batch import retains_gradient
 from lightning_cudagraph.tensors.batch_signature import Signature
+from lightning_cudagraph.tensors.static import refuse_shared_memory
 from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call, tensors_of
 from lightning_cudagraph.trainer.captured_modules.gradients import GradientForms
 from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
 from lightning_cudagraph.trainer.captured_modules.node import NO_SECOND
-from lightning_cudagraph.trainer.captured_modules.refusals import refuse_shared_memory
 from lightning_cudagraph.trainer.common.host_rules import (
     OWN_ATTRIBUTES,
     RUN_STATE,
@@ -60,6 +60,8 @@ class ModulesRun:
     Attributes:
         on: a training step is under way, and no call of one of the modules that is watched.
         step: the number of the step.
+        calls: what became of the calls in it; why, of an eager one.
+        retired: graphs that are invalid, and may still be in use.
     """
 
     trainer: pl.Trainer
@@ -69,6 +71,8 @@ class ModulesRun:
     counts: StepCounts = field(default_factory=StepCounts)
     on: OfThread[bool] = field(default_factory=lambda: OfThread(False))
     step: int = 0
+    calls: list[tuple[Phase, str]] = field(default_factory=list)
+    retired: list[ModuleGraph] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         verify = self.settings.verify
@@ -78,6 +82,32 @@ class ModulesRun:
         rules = host_rules(self.trainer, self.settings.harmless, _none)
         self._rules = replace(rules, refused={**rules.refused, **_LOGGING})
         self._carried = ReboundAttributes(nn.Module(), self.backend.device, frozenset(), _none)
+
+    def begin_step(self) -> None:
+        """Count a step, and release graphs that are invalid and not in use any more."""
+        self.step += 1
+        self.calls.clear()
+        for graph in [each for each in self.retired if not each.is_in_use]:
+            self.retired.remove(graph)
+            graph.release()
+
+    def release(self) -> None:
+        """Release all graphs that were let go, in use or not."""
+        for graph in self.retired:
+            graph.release()
+        self.retired.clear()
+
+    def end_step(self) -> None:
+        """Count a step by the calls in it: one that is not a replay counts for all."""
+        phases = [phase for phase, _ in self.calls]
+        if Phase.EAGER in phases:
+            self.counts.note_eager(self.calls[phases.index(Phase.EAGER)][1])
+        elif Phase.WARMING in phases:
+            self.counts.warmed_up += 1
+        elif phases:
+            self.counts.replayed += 1
+        else:
+            self.counts.note_eager("no captured module was called")
 
     def guards(self, module: nn.Module) -> Guards:
         """New guards on what graphs of a module bake in."""
@@ -141,10 +171,6 @@ class Variant:
         moved = self._run.backend.host_value_moved()
         return "a tensor in host memory, which a graph has as a number, changed" if moved else None
 
-    def take(self, graph: ModuleGraph) -> None:
-        """Take what the captures have baked in, to find changes."""
-        self.guards.take(graph)
-
     def begin(self) -> None:
         """Count a call."""
         if self._step != self._run.step:
@@ -201,10 +227,11 @@ class Variant:
             raise UnsupportedError("The module calls compiled code.", LEAVE_OUT)
         others = [*self._gradient_forms.values()]  # of calls of the same step, if not of this one
         forms = self._gradient_forms.get(self._position, others[0] if others else None)
-        graph = ModuleGraph(self._run.backend, self._module, self._forward, call, self)
+        run, module, take = self._run, self._module, self.guards.take
+        graph = ModuleGraph(run.backend, module, self._forward, call, self.record, self.changed, take)
         graph.capture(forms if forms is not None and forms.is_plain else None)
         self.graphs.append(graph)
-        self._run.counts.captures += 1
+        run.counts.captures += 1
         return graph
 
     def record(self, body: Callable[[], T], beside: Graph | None) -> tuple[Graph, T, bool]:
@@ -242,7 +269,7 @@ class Variant:
             VerificationError: if the replay differs from an eager pass. Nothing has happened then.
         """
         guards, verifier = self.guards, self._run.verifier
-        refuse_shared_memory(call.tensors, graph.written)
+        refuse_shared_memory(call.batch, graph.written)
         suspicion = guards.suspicions.of(graph)
         if suspicion or verifier.due(graph, graph.replays, graph.is_unproved):
             with setting(self._run.on, value=False):
@@ -250,13 +277,13 @@ class Variant:
             guards.clear_suspicion(graph)
         return graph.replay(call)
 
-    def drop(self) -> list[ModuleGraph]:
+    def drop(self) -> None:
         """Let go of all graphs, of which some may be in use; calls warm up again."""
-        graphs, self.graphs = self.graphs, []
-        if graphs:
+        if self.graphs:
             self.guards.drop()
-        for graph in graphs:
+        for graph in self.graphs:
             graph.has_changed = True
+        self._run.retired += self.graphs
+        self.graphs = []
         self._gradient_forms.clear()
         self._steps = 0
-        return graphs

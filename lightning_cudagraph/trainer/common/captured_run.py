@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_cudagraph.checks.audit.step_audit import StepAudit, step_audit
@@ -16,6 +17,7 @@ from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
 from lightning_cudagraph.tensors.recomputed import RecomputedStep, recomputed_apart
 from lightning_cudagraph.trainer.common.host_rules import (
@@ -45,6 +47,31 @@ def gradient_of(parameter: nn.Parameter) -> Gradient:
     """The gradient of a parameter, in a form that shows if it is rebound or written later."""
     gradient = parameter.grad
     return None if gradient is None else (Identity(gradient), gradient._version)
+
+
+@contextmanager
+def gradients_kept(
+    parameters: Mapping[str, nn.Parameter], refusal: Callable[[str], CaptureError]
+) -> Iterator[None]:
+    """Refuse a step that rebinds or writes gradients of parameters, and restore them.
+
+    Args:
+        refusal: makes the error for the parameter of a name.
+    """
+    before = [(name, p, p.grad, gradient_of(p)) for name, p in parameters.items()]
+    try:
+        yield
+        for name, parameter, _, was in before:
+            if gradient_of(parameter) != was:
+                raise refusal(name)
+    finally:
+        for _, parameter, gradient, _ in before:
+            parameter.grad = gradient
+
+
+def announce(text: str) -> None:
+    """Tell the user a sentence about the graphs, in the first process."""
+    rank_zero_info(f"lightning_cudagraph: {text}")
 
 
 class RecordedParts(NamedTuple):

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.amp import GradScaler
 
@@ -40,6 +39,7 @@ from lightning_cudagraph.tensors.host_values import HostReads, as_output
 from lightning_cudagraph.tensors.writes import storage_id
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.trainer.common.captured_run import announce
 from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS, StepNumbers
 from lightning_cudagraph.trainer.config.settings import Settings
@@ -106,7 +106,7 @@ class ManualTraining:
             backend,
             settings,
             processes=None,
-            announce=lambda text: rank_zero_info(f"lightning_cudagraph: {text}"),
+            announce=announce,
             wording=_WORDING,
             narrow=narrow,
         )

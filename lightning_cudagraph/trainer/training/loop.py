@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
@@ -30,6 +29,7 @@ from lightning_cudagraph.timing.layers.layer_selection import untimed_notes
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
+from lightning_cudagraph.trainer.common.captured_run import announce
 from lightning_cudagraph.trainer.common.profilers import (
     around_replays,
     profiler_notes,
@@ -263,7 +263,7 @@ class GraphedTraining:
         return notes
 
     def _announce(self, text: str) -> None:
-        rank_zero_info(f"lightning_cudagraph: {text}")
+        announce(text)
         self._times.happened(text)
 
     def _captured(self, step: Step[StepOutputs], capture_ms: float) -> None:
