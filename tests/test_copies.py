@@ -25,6 +25,8 @@ from lightning_cudagraph import (
     LayerTimingsMonitor,
     RunSummary,
     StageSummary,
+    StepTimes,
+    Times,
     Verification,
 )
 from lightning_cudagraph.compat.method_patches import MethodPatch
@@ -114,6 +116,8 @@ _OURS = (
     Padding,
     RunSummary,
     StageSummary,
+    StepTimes,
+    Times,
     Verification,
 )
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from lightning_cudagraph import EagerSummary, RunSummary, StageSummary
+from lightning_cudagraph import EagerSummary, RunSummary, StageSummary, StepTimes
 from lightning_cudagraph.checks.audit.read_remedies import afterwards
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.errors import Location
-from lightning_cudagraph.timing.output.report import layer_lines, stage_lines, time_lines
+from lightning_cudagraph.timing.output.report import stage_lines, time_lines
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 from tests.readings import gpt_readings
@@ -42,9 +42,8 @@ def report(
     event_host_us: float = 0.0,
     **others: Any,
 ) -> str:
-    times = time_lines(graph, eager, event_host_us=event_host_us)
-    layers = layer_lines(graph, eager)
-    told: dict[str, Any] = {"times": tuple(times), "layers": tuple(layers), **others}
+    times = StepTimes.of_window(graph, time_lines(graph, eager, event_host_us=event_host_us), eager)
+    told: dict[str, Any] = {"times": times, **others}
     return str(RunSummary(backend="CUDA graphs", fit=fit, **told))
 
 
@@ -236,7 +235,9 @@ def test_what_has_ended_the_run_is_the_second_line() -> None:
 
 def test_numbers_for_a_log() -> None:
     fit = replayed(replay_ms=2.0, plain_ms=8.0, plain_steps=4, eager={"a": 2}, recaptures=("b",))
-    summary = RunSummary(backend="CUDA graphs", fit=fit, notes=("c",), times=("d",), layers=("e",))
+    window = WindowSummary(gpt_readings(n=3, noise=0.0))
+    times = StepTimes.of_window(window, ["d"])
+    summary = RunSummary(backend="CUDA graphs", fit=fit, notes=("c",), times=times)
     found = json.loads(json.dumps(summary.to_dict()))
     assert (
         found["verdict"]
@@ -250,6 +251,11 @@ def test_numbers_for_a_log() -> None:
     assert (stage["speedup"], stage["steps"], stage["eager_steps"]) == (4.0, 205, 2)
     assert stage["replayed_share"] == pytest.approx(200 / 205)
     assert found["notes"] == ["c"]
+    assert found["times"]["timed_steps"] == found["times"]["parts"]["forward"]["count"] == 3
+    assert found["times"]["backward"]["blocks"]["p50_ms"] == pytest.approx(1.38)
+    assert not {"lines", "layers"} & {*found["times"]}
+    assert str(times).splitlines()[0] == "d"
+    assert "blocks" in str(times)
     assert pickle.loads(pickle.dumps(summary)) == copy.deepcopy(summary) == summary
 
 
@@ -263,7 +269,7 @@ def test_numbers_of_an_eager_run() -> None:
     assert found["forward"]["blocks"]["p50_ms"] == pytest.approx(0.6)
     assert found["backward"]["blocks"]["p50_ms"] == pytest.approx(1.38)
     assert (found["device"], found["notes"], found["ended"]) == (DEVICE, ["a note"], summary.ended)
-    assert not {"times", "layers"} & {*found}
+    assert not {"lines", "layers"} & {*found}
     assert pickle.loads(pickle.dumps(summary)) == copy.deepcopy(summary) == summary
     assert str(summary).splitlines()[1].startswith("  ended     by KeyboardInterrupt after step 9;")
     assert str(EagerSummary()) == "lightning_cudagraph: nothing has run yet"

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_cudagraph.errors import ConfigurationError
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
-from lightning_cudagraph.timing.output.eager_summary import EagerSummary
+from lightning_cudagraph.timing.output.step_times import EagerSummary
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.times.eager_times import EagerTimes
 

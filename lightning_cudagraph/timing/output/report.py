@@ -33,7 +33,7 @@ _LONG = 100
 # Of batches: what varies, and what to do about it.
 _SHAPES = " shapes. Pad to a few (`pad_to` of the callback)." + see("buckets")
 _VALUES = " values. Pass it as a tensor, or only a few values." + see("names_in_batches")
-_NO_TIMES = WindowSummary([])
+NO_TIMES = WindowSummary([])
 _WATCHED = "watched, so slower: no measure of what is gained"
 
 
@@ -117,7 +117,7 @@ def note_lines(notes: Sequence[str]) -> list[str]:
 
 def time_lines(
     graph: WindowSummary,
-    eager: WindowSummary = _NO_TIMES,
+    eager: WindowSummary = NO_TIMES,
     ranks: Sequence[str] = (),
     event_host_us: float = 0.0,
     label: str = "graph",
@@ -132,9 +132,9 @@ def time_lines(
     return [*lines, *_gap_line(graph, event_host_us), *_ranks_lines(ranks)]
 
 
-def layer_lines(graph: WindowSummary, eager: WindowSummary = _NO_TIMES) -> list[str]:
+def layer_lines(graph: WindowSummary, eager: WindowSummary = NO_TIMES) -> list[str]:
     """Format a table of the slowest layers, in replays and in eager steps of the warm-up."""
-    return _layer_lines(graph, eager) or _layer_lines(eager, _NO_TIMES, "in warm-up, watched: ")
+    return _layer_lines(graph, eager) or _layer_lines(eager, NO_TIMES, "in warm-up, watched: ")
 
 
 def _parts_line(label: str, summary: WindowSummary) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_cudagraph.timing.output.report import ended_lines, note_lines, stage_lines, verdict
 from lightning_cudagraph.timing.output.stages import StageSummary
+from lightning_cudagraph.timing.output.step_times import StepTimes
 
 # The plural of a step of each stage.
 _UNITS = {
@@ -35,8 +36,7 @@ class RunSummary:
         ended: the exception that ended the run, in a `fit` with the last step; empty if none did.
         tensorboard_dir: the log folder that TensorBoard reads the times of the run from, or None.
         notes: notes for the user.
-        times: the parts of a step in milliseconds, as lines of text; empty until the run ends.
-        layers: the slowest layers, as the lines of a table; empty until the run ends.
+        times: the times of the timed steps, by part and layer; empty until the run ends.
     """
 
     backend: str = ""
@@ -49,8 +49,7 @@ class RunSummary:
     ended: str = ""
     tensorboard_dir: str | None = None
     notes: tuple[str, ...] = ()
-    times: tuple[str, ...] = field(default=(), repr=False)
-    layers: tuple[str, ...] = field(default=(), repr=False)
+    times: StepTimes = field(default_factory=StepTimes, repr=False)
 
     @property
     def stages(self) -> dict[str, StageSummary]:
@@ -69,7 +68,7 @@ class RunSummary:
         return f"{verdict(stage, _UNITS[name])}; {self.backend}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything except `times` and `layers`, as values that JSON can hold."""
+        """All of it, as values that JSON can hold."""
         return {
             "verdict": self.verdict,
             "backend": self.backend,
@@ -78,6 +77,7 @@ class RunSummary:
             "ended": self.ended,
             "tensorboard_dir": self.tensorboard_dir,
             "notes": list(self.notes),
+            "times": self.times.to_dict(),
         }
 
     def with_stage(self, name: str, stage: StageSummary) -> RunSummary:
@@ -88,8 +88,7 @@ class RunSummary:
         lines = [f"lightning_cudagraph: {self.verdict}", *ended_lines(self.ended)]
         for name, stage in self.stages.items():
             lines += stage_lines(name, stage)
-        lines += self.times
+        lines += self.times.lines
         if self.tensorboard_dir is not None:
             lines.append(f"  charts    tensorboard --logdir {self.tensorboard_dir!r}")
-        lines += note_lines(self.notes)
-        return "\n".join([*lines, *(f"  {line}" for line in self.layers)])
+        return "\n".join([*lines, *note_lines(self.notes), *self.times.layers])

@@ -21,7 +21,7 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings, never_timed
-from lightning_cudagraph.timing.output.eager_summary import EagerSummary
+from lightning_cudagraph.timing.output.step_times import EagerSummary
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
 from lightning_cudagraph.trainer.training.conditions import TRANSFER
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_optimizers, timed_stages

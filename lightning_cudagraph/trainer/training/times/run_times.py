@@ -33,9 +33,9 @@ from lightning_cudagraph.timing.layers.layer_selection import (
     without_curves,
 )
 from lightning_cudagraph.timing.output.dashboard import Dashboard
-from lightning_cudagraph.timing.output.eager_summary import EagerSummary
 from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_text
-from lightning_cudagraph.timing.output.report import layer_lines, time_lines
+from lightning_cudagraph.timing.output.report import time_lines
+from lightning_cudagraph.timing.output.step_times import EagerSummary, StepTimes
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.output.tensorboard.charts import StepBand, StepLine
 from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter, other_loggers_writer
@@ -248,13 +248,11 @@ class RunTimes:
         notes = [*(delay_notes(self._trainer) if self._every_n_steps else []), *self._notes()]
         notes += bucket_notes(self._trainer.strategy, graph)
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
+        lines = time_lines(graph, eager, ranks, event_host_us)
+        lines += host_lines(self.host, callbacks_of(self._trainer))
         summary = replace(
             summary,
-            times=(
-                *time_lines(graph, eager, ranks, event_host_us),
-                *host_lines(self.host, callbacks_of(self._trainer)),
-            ),
-            layers=tuple(layer_lines(graph, eager)),
+            times=StepTimes.of_window(graph, lines, eager),
             notes=(*summary.notes, *notes),
             tensorboard_dir=_tensorboard_dir(self._trainer),
         )
