@@ -294,6 +294,11 @@ class StaleGraphError(VerificationError):
     """
 
 
+def _begun(text: str) -> str:
+    """A text as the beginning of a sentence."""
+    return text[:1].upper() + text[1:]
+
+
 @dataclass(frozen=True)
 class Wording:
     """The words of a front end in the messages of this package.
@@ -305,7 +310,8 @@ class Wording:
 
     Attributes:
         steps: its steps, as the beginning of a sentence.
-        words: its own for parts of messages, by these; longer ones first.
+        words: its own for parts of messages, by these, also where they begin a sentence; longer ones
+            first.
     """
 
     steps: str = "Training"
@@ -316,7 +322,7 @@ class Wording:
     def of(self, text: str) -> str:
         """Put the words of this front end into a text."""
         for old, new in self.words.items():
-            text = text.replace(old, new)
+            text = text.replace(old, new).replace(_begun(old), _begun(new))
         return text
 
     def rephrase(self, error: UnsupportedError) -> None:

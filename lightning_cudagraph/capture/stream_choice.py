@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,7 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.errors import CaptureError, ConfigurationError
-from lightning_cudagraph.processes.agreement import Agreement
-
-R = TypeVar("R")
+from lightning_cudagraph.processes.agreement import Agreement, Alone
 
 MAX_STREAMS = 16
 # The fewest of these that lose at most this share of the time of the most, by the data flow, are tried
@@ -172,26 +170,6 @@ def _choice_note(best: _Trial, trials: list[_Trial], left_out: list[str]) -> str
     )
 
 
-class _Processes:
-    """Decisions of all processes of a run, by what each has found; of this one, if it is alone."""
-
-    def __init__(self, agreement: Agreement | None) -> None:
-        self._agreement = agreement
-
-    @property
-    def are_many(self) -> bool:
-        return self._agreement is not None
-
-    def gather(self, mine: R) -> list[R]:
-        return [mine] if self._agreement is None else self._agreement.gather(mine)
-
-    def all(self, mine: bool) -> bool:
-        return all(self.gather(mine))
-
-    def any(self, mine: bool) -> bool:
-        return any(self.gather(mine))
-
-
 class StreamChoice:
     """The number of streams for the captures of an engine.
 
@@ -206,7 +184,8 @@ class StreamChoice:
 
     def __init__(self, backend: Backend, wanted: Streams, agreement: Agreement | None = None) -> None:
         self._backend = backend
-        self._processes = _Processes(agreement)
+        self._agreement = agreement or Alone()
+        self._are_many = agreement is not None
         self._auto = wanted if isinstance(wanted, AutoStreams) else AutoStreams()
         self._streams = wanted if isinstance(wanted, int) else None
         self._notes: list[str] = []
@@ -235,7 +214,7 @@ class StreamChoice:
         `state` returns all tensors that replays of a capture change, by name.
         """
         has_group = dist.is_available() and dist.is_initialized()
-        if self._streams is None and has_group and not self._processes.are_many:
+        if self._streams is None and has_group and not self._are_many:
             self._streams = 1
             self._notes.append(
                 "captured on one stream: here the processes of the group do not choose together"
@@ -280,12 +259,12 @@ class StreamChoice:
             if failure:  # in another process
                 return one.captured, None
             assert flow is not None
-            candidates = self._processes.gather(streams_of(flow))[0]
+            candidates = self._agreement.gather(streams_of(flow))[0]
             best = self._best(trials, candidates, capture, state)
             for trial in trials:
                 if trial is not best:
                     trial.release()
-            if not self._processes.all(best.captured is not None and best.captured.stay()):
+            if not all(self._agreement.gather(best.captured is not None and best.captured.stay())):
                 best.release()
             self._barriers = best.barriers
             return best.captured, best.streams
@@ -321,7 +300,7 @@ class StreamChoice:
                 left_out.append(f"{streams}: {over}")
                 continue
             needed_bytes = one.graph_bytes + allowed_bytes + one.state_bytes
-            if self._processes.any(self._backend.free_bytes() < needed_bytes):
+            if any(self._agreement.gather(self._backend.free_bytes() < needed_bytes)):
                 one.release()  # if it is the fastest, it is captured again
             trial, failure = self._try(streams, capture)
             if failure:
@@ -345,7 +324,7 @@ class StreamChoice:
 
     def _first(self, mine: str) -> str:
         """The reason of the first process that has one."""
-        return next(filter(None, self._processes.gather(mine)), "")
+        return next(filter(None, self._agreement.gather(mine)), "")
 
     def _try(self, streams: int, capture: Callable[[], CapturedStep[Any]]) -> tuple[_Trial, str]:
         """Capture on some streams, in all processes.
@@ -366,12 +345,12 @@ class StreamChoice:
                 captured = capture()
         except Exception as error:
             # Told before it is raised: the others wait here, and must not go on to another question.
-            failures = self._processes.gather(str(error) or repr(error))
-            is_of_streams = self._processes.are_many or isinstance(error, (SentBackError, CaptureError))
+            failures = self._agreement.gather(str(error) or repr(error))
+            is_of_streams = self._are_many or isinstance(error, (SentBackError, CaptureError))
             if streams == 1 or not is_of_streams:
                 raise
         else:
-            failures = self._processes.gather("")
+            failures = self._agreement.gather("")
         graph_bytes = self._backend.graph_bytes() - before_bytes
         workspace_bytes = self._backend.workspace_bytes()
         trial = _Trial(streams, captured, self._backend.barriers, graph_bytes, workspace_bytes)
@@ -386,7 +365,7 @@ class StreamChoice:
         copies = None
         if trial.state_bytes <= self._backend.free_bytes():
             copies = _copies_of(live)
-        if not self._processes.all(copies is not None) or copies is None:
+        if not all(self._agreement.gather(copies is not None)) or copies is None:
             return
         try:
             with setting(_is_trial, value=True):
@@ -401,10 +380,10 @@ class StreamChoice:
 
     def _replay_ms(self, captured: CapturedStep[Any]) -> float:
         first_s = min(self._seconds(captured, 1) for _ in range(_FIRST_REPLAYS))
-        first_s = max(self._processes.gather(first_s))  # all replay as often: they wait for each other
+        first_s = max(self._agreement.gather(first_s))  # all replay as often: they wait for each other
         replays = max(1, min(_ROUND_REPLAYS, int(_ROUND_S / max(first_s, 1e-6))))
         fastest_s = min(self._seconds(captured, replays) for _ in range(_ROUNDS))
-        return 1e3 * max(self._processes.gather(fastest_s)) / replays
+        return 1e3 * max(self._agreement.gather(fastest_s)) / replays
 
     def _seconds(self, captured: CapturedStep[Any], replays: int) -> float:
         self._backend.synchronize()

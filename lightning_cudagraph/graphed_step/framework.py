@@ -7,7 +7,7 @@ graph cannot hold. `trainer/manual/frameworks.py` implements the interface for L
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
@@ -88,12 +88,13 @@ def framework_of(owners: list[Any]) -> PlainLoop:
     return next((found for known in FRAMEWORKS if (found := known(owners)) is not None), PlainLoop())
 
 
-def moving_rates() -> dict[CodeType, str]:
-    """Return the getters of schedulers: their values change from step to step."""
+def moving_rates(schedulers: Iterable[type] = (LRScheduler,)) -> dict[CodeType, str]:
+    """Return the getters of classes of schedulers: their values change from step to step."""
     return {
         method.__code__: f"LRScheduler.{name}"
         for name in ("get_last_lr", "get_lr")
-        if isinstance(method := getattr(LRScheduler, name, None), FunctionType)
+        for scheduler in schedulers
+        if isinstance(method := getattr(scheduler, name, None), FunctionType)
     }
 
 

@@ -21,9 +21,6 @@ WORDING = Wording(
         'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
             f"call {_OPTIMIZER_OUTSIDE}"
         ),
-        'Pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
-            f"Call {_OPTIMIZER_OUTSIDE}"
-        ),
         'pass `scope="forward_backward"`': f"call {_OPTIMIZER_OUTSIDE}",
         "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": "Use",
         # The batch of a call is its arguments, by name.
@@ -31,7 +28,6 @@ WORDING = Wording(
         "What `training_step` returned or logged": "What the step returned",
         "What `training_step` returned and logged": "What the step returned",
         "CUDAGraphCallback(": "GraphedStep(",
-        "The training step": "The step",
         "the training step": "the step",
         "To train on without a graph": "To go on without a graph",
     },

@@ -35,6 +35,16 @@ class Agreement(Protocol):
         """Gather an object of each process, by rank."""
 
 
+class Alone:
+    """The `Agreement` of a process with itself."""
+
+    def vote(self, intent: Intent) -> tuple[Intent, Intent]:
+        return intent, intent
+
+    def gather(self, mine: T) -> list[T]:
+        return [mine]
+
+
 def of_ranks(reasons: Iterable[str | None]) -> str:
     """Join the reasons of processes, with their ranks."""
     return "; ".join(f"{reason} (rank {rank})" for rank, reason in enumerate(reasons) if reason)

@@ -77,11 +77,7 @@ class Call:
 
 
 def _refuse_weights(arguments: Iterable[Tensor], parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse a weight of the module as an argument: its gradients would be added in another order.
-
-    Raises:
-        UnsupportedError: if it is one.
-    """
+    """Refuse a weight of the module as an argument: its gradients would be added in another order."""
     leaves = [each for each in arguments if each.requires_grad and each.is_leaf]
     if any(each is parameter for each in leaves for parameter in parameters):
         raise UnsupportedError(
@@ -91,11 +87,7 @@ def _refuse_weights(arguments: Iterable[Tensor], parameters: Sequence[nn.Paramet
 
 
 def _mode(device_type: str) -> dict[str, Hashable]:
-    """The switches of torch, which the code around a call may set for it.
-
-    Raises:
-        UnsupportedError: if a replay would not do what the call does in this mode.
-    """
+    """The switches of torch, which the code around a call may set for it."""
     if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
         raise UnsupportedError(
             "The module is called inside `torch.autocast` with its cache of weights on, which it shares"

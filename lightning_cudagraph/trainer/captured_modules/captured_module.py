@@ -28,7 +28,6 @@ from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun, Var
 
 WORDING = Wording(
     words={
-        "The training step": "The module",
         "the training step": "the module",
         "`batch[": "`call[",
     }

@@ -108,11 +108,7 @@ class ModuleGraph:
         self.refused: UnsupportedError | None = None
 
     def capture(self, forms: GradientForms | None) -> None:
-        """Capture the call, and its backward pass for gradients in one form, if there is one.
-
-        Raises:
-            UnsupportedError: if no graph can hold it.
-        """
+        """Capture the call, and its backward pass for gradients in one form, if there is one."""
         try:
             self._pass, _ = self._recorded(lambda: self._passed(self._loan.batch))
             own = (self._static.batch, *self._module.parameters(), *self._module.buffers())

@@ -15,11 +15,7 @@ from lightning_cudagraph.trainer.common.captured_run import gradients_kept
 
 @contextmanager
 def own_gradients_refused(module: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Refuse a module that leaves gradients at tensors, by a backward pass of its own.
-
-    Raises:
-        CaptureError: if it does. The gradients are as before.
-    """
+    """Refuse a module that leaves gradients at tensors, by a backward pass of its own."""
     error = CaptureError(
         "The module calls `backward()`, which leaves gradients that a replay would not leave.",
         "Use `torch.autograd.grad`, or name a smaller module in `modules`.",
@@ -33,11 +29,7 @@ def own_gradients_refused(module: nn.Module, inputs: Sequence[Tensor]) -> Iterat
 
 @contextmanager
 def hooks_refused(inputs: Iterable[Tensor]) -> Iterator[None]:
-    """Refuse a module that registers hooks with its arguments or weights: those of a call are others.
-
-    Raises:
-        CaptureError: if it does.
-    """
+    """Refuse a module that registers hooks with its arguments or weights: those of a call are others."""
     before = [(tensor, len(tensor._backward_hooks or ())) for tensor in inputs]
     yield
     if any(len(tensor._backward_hooks or ()) != count for tensor, count in before):
@@ -48,11 +40,7 @@ def hooks_refused(inputs: Iterable[Tensor]) -> Iterator[None]:
 
 
 def refuse_made_otherwise(outputs: Iterable[Tensor]) -> None:
-    """Refuse outputs of another kind than those of a replay: plain results of ops, without attributes.
-
-    Raises:
-        CaptureError: if there is one.
-    """
+    """Refuse outputs of another kind than those of a replay: plain results of ops, no attributes."""
     for output in outputs:
         is_leaf = output.requires_grad and output.grad_fn is None
         if type(output) is not Tensor or vars(output) or is_leaf:
@@ -64,11 +52,7 @@ def refuse_made_otherwise(outputs: Iterable[Tensor]) -> None:
 
 
 def refuse_shared_outputs(outputs: Iterable[Tensor], others: Iterable[Tensor]) -> None:
-    """Refuse outputs that share memory with each other or with `others`.
-
-    Raises:
-        CaptureError: if some do.
-    """
+    """Refuse outputs that share memory with each other or with `others`."""
     taken = {storage_id(tensor) for tensor in others}
     for output in outputs:
         if storage_id(output) in taken:
@@ -81,11 +65,7 @@ def refuse_shared_outputs(outputs: Iterable[Tensor], others: Iterable[Tensor]) -
 
 
 def refuse_sparse(gradients: Iterable[Tensor | None]) -> None:
-    """Refuse gradients that have no fixed size.
-
-    Raises:
-        CaptureError: if one is sparse.
-    """
+    """Refuse gradients that have no fixed size."""
     if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
         raise CaptureError(
             "A gradient of the module is sparse.", "Pass `sparse=False` to its embeddings."

@@ -218,11 +218,7 @@ class Variant:
         self._gradient_forms[position] = GradientForms.of(arrived, self._run.backend.device)
 
     def capture(self, call: Call) -> ModuleGraph:
-        """Capture a call.
-
-        Raises:
-            UnsupportedError: if no graph can hold it.
-        """
+        """Capture a call."""
         if self._compiled.is_called:
             raise UnsupportedError("The module calls compiled code.", LEAVE_OUT)
         others = [*self._gradient_forms.values()]  # of calls of the same step, if not of this one

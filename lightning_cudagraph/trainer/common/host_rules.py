@@ -36,6 +36,7 @@ from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
 from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.graphed_step.framework import moving_rates
 from lightning_cudagraph.trainer.logs.silent import Silent
 from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 
@@ -150,11 +151,6 @@ def host_rules(
         ReduceLROnPlateau,
         *(type(c.scheduler) for c in trainer.lr_scheduler_configs),
     }
-    moving = dict(_moving())
-    for scheduler in schedulers:
-        for name in ("get_last_lr", "get_lr"):
-            if isinstance(method := getattr(scheduler, name, None), FunctionType):
-                moving[method.__code__] = f"LRScheduler.{name}"
     steps = [unwrap(scheduler.step) for scheduler in schedulers if hasattr(scheduler, "step")]
     scheduled = {step.__code__: _scheduled(step) for step in steps if isinstance(step, FunctionType)}
     remedies = dict.fromkeys(("LRScheduler.get_last_lr", "LRScheduler.get_lr"), _LOG_THE_RATE)
@@ -178,7 +174,7 @@ def host_rules(
 
     passing_on = frozenset({str(rank_zero.__file__)})
     return HostRules(
-        moving,
+        {**_moving(), **moving_rates(schedulers)},
         seldom,
         _EFFECTS,
         passing_on,

@@ -63,9 +63,6 @@ _WORDING = Wording(
         'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
             "capture the parts before it with `GraphedStep`"
         ),
-        'Pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
-            "Capture the parts before it with `GraphedStep`"
-        ),
         'pass `scope="forward_backward"`': "capture the parts before it with `GraphedStep`",
     }
 )

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_cudagraph.trainer.config.support import callbacks_of
+from lightning_cudagraph.trainer.training.hooks.user_hooks import OF_BATCHES, TRANSFERS
 
 # Methods that the epoch loop calls around `advance`; one set on the instance has to be called.
 AROUND = ("run", "done", "on_advance_end", "on_iteration_done", "update_lr_schedulers")
@@ -25,10 +26,8 @@ TRANSFER = "batch_to_device"
 PATCHED = (TRANSFER, "optimizer_step")
 
 # Hooks and methods that are called between two steps, or instead of which the fast path does something.
-_OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
-_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _OF_MODULE = (
-    *(*_OF_BATCHES, *_TRANSFERS, "training_step", "on_before_zero_grad", "optimizer_zero_grad"),
+    *(*OF_BATCHES, *TRANSFERS, "training_step", "on_before_zero_grad", "optimizer_zero_grad"),
     *("optimizer_step", "on_after_backward", "lr_scheduler_step"),
 )
 
@@ -47,8 +46,8 @@ class Conditions:
         data = getattr(trainer, "datamodule", None)
         called: list[tuple[Any, tuple[str, ...]]] = [
             (module, _OF_MODULE),
-            *((callback, _OF_BATCHES) for callback in self._callbacks),
-            *((owner, _TRANSFERS) for owner in (data,) if owner is not None),
+            *((callback, OF_BATCHES) for callback in self._callbacks),
+            *((owner, TRANSFERS) for owner in (data,) if owner is not None),
         ]
         one: list[tuple[Any, str]] = [
             (strategy, "on_train_batch_start"),

@@ -16,9 +16,9 @@ from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
 
 # Hooks that Lightning calls between two steps in the middle of an epoch, or at graph breaks. After those
 # at the ends of an epoch, and around validation and checkpoints, all guards are compared anyway.
-_OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
 _OF_CALLBACKS = (
-    *_OF_BATCHES,
+    *OF_BATCHES,
     "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
@@ -26,11 +26,11 @@ _OF_CALLBACKS = (
 )
 # The hooks that get a batch on the device, and may keep it.
 _ARRIVED = ("transfer_batch_to_device", "on_after_batch_transfer")
-_TRANSFERS = ("on_before_batch_transfer", *_ARRIVED)
+TRANSFERS = ("on_before_batch_transfer", *_ARRIVED)
 _OF_MODULES = (
-    *_OF_BATCHES,
+    *OF_BATCHES,
     "on_before_zero_grad",
-    *_TRANSFERS,
+    *TRANSFERS,
     "optimizer_zero_grad",
     "optimizer_step",
     "lr_scheduler_step",
@@ -45,7 +45,7 @@ def undisturbed(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     schedulers = [config.scheduler for config in getattr(trainer, "lr_scheduler_configs", ())]
     hooks = [getattr(module, name) for name in _OF_MODULES]
     hooks += [getattr(callback, name) for callback in callbacks_of(trainer) for name in _OF_CALLBACKS]
-    hooks += _of_datamodule(trainer, _TRANSFERS)
+    hooks += _of_datamodule(trainer, TRANSFERS)
     hooks += [scheduler.step for scheduler in schedulers]
     return all(map(_is_of_torch, schedulers)) and _all_known(hooks)
 
