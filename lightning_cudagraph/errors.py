@@ -202,6 +202,13 @@ class ConfigurationError(CUDAGraphError, ValueError):
     """An argument, or a use of the callback, that is wrong for every training run."""
 
 
+def wrong_argument(owner: str, name: str, value: object, expected: str) -> ConfigurationError:
+    """Return the error for an invalid argument of `owner`, with the valid values in words."""
+    is_long = hasattr(value, "__dict__") and not hasattr(value, "__dataclass_fields__")
+    shown = type(value).__qualname__ if is_long else value
+    return ConfigurationError(f"`{owner}({name}={shown!r})`: expected {expected}.")
+
+
 class UnsupportedError(CUDAGraphError):
     """A part of the run that is not captured, because a graph of it would not give the same numbers.
 

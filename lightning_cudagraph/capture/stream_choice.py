@@ -17,7 +17,7 @@ from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
-from lightning_cudagraph.errors import CaptureError, ConfigurationError
+from lightning_cudagraph.errors import CaptureError, wrong_argument
 from lightning_cudagraph.processes.agreement import Agreement, Alone
 
 MAX_STREAMS = 16
@@ -68,10 +68,8 @@ class AutoStreams:
         if self.memory_bytes is not None and (
             type(self.memory_bytes) is not int or self.memory_bytes < 0
         ):
-            raise ConfigurationError(
-                f"`AutoStreams(memory_bytes={self.memory_bytes!r})`: expected a number of bytes, an int"
-                " of at least 0, or None."
-            )
+            expected = "a number of bytes, an int of at least 0, or None"
+            raise wrong_argument("AutoStreams", "memory_bytes", self.memory_bytes, expected)
 
     def allowed_bytes(self, one_bytes: int) -> int:
         """Return the bytes that several streams may take beyond the `one_bytes` of one."""

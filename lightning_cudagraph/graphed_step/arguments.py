@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, are_streams
 from lightning_cudagraph.checks.verify.settings import Verification
-from lightning_cudagraph.errors import ConfigurationError
-
-
-def wrong_argument(owner: str, name: str, value: Any, expected: str) -> ConfigurationError:
-    """Return the error for an invalid argument of `owner`, with the valid values in words."""
-    is_long = hasattr(value, "__dict__") and not hasattr(value, "__dataclass_fields__")
-    shown = type(value).__qualname__ if is_long else value
-    return ConfigurationError(f"`{owner}({name}={shown!r})`: expected {expected}.")
+from lightning_cudagraph.errors import wrong_argument
 
 
 def check_shared_arguments(

@@ -33,8 +33,7 @@ from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
-from lightning_cudagraph.errors import UnsupportedError, Wording
-from lightning_cudagraph.graphed_step.arguments import wrong_argument
+from lightning_cudagraph.errors import UnsupportedError, Wording, wrong_argument
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
 from lightning_cudagraph.graphed_step.record import (

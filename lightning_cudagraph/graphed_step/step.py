@@ -26,8 +26,8 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.device.sentry.sentry import is_capturing
-from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
-from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, wrong_argument
+from lightning_cudagraph.errors import ConfigurationError, UnsupportedError, wrong_argument
+from lightning_cudagraph.graphed_step.arguments import check_shared_arguments
 from lightning_cudagraph.graphed_step.framework import framework_of
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.record import StepFunction

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from lightning_cudagraph.errors import ConfigurationError
+from lightning_cudagraph.errors import ConfigurationError, wrong_argument
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
 
 # More than any sum of padded lengths.
 _NEVER = 2**60
+_wrong = partial(wrong_argument, "Buckets")
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,13 @@ class Buckets:
             raise _wrong("values", self.values, expected)
         for key, value in self.values.items():
             if not isinstance(key, (str, int)):
-                raise _wrong("values", self.values, f"keys, indices or paths; found {key!r}")
+                raise wrong_argument(
+                    "Buckets", "values", self.values, f"keys, indices or paths; found {key!r}"
+                )
             if not isinstance(value, (bool, int, float)):
-                raise _wrong("values", self.values, f"a number for {key!r}; found {value!r}")
+                raise wrong_argument(
+                    "Buckets", "values", self.values, f"a number for {key!r}; found {value!r}"
+                )
         if type(self.dim) is not int or self.dim < 0:
             expected = "an int of at least 0: count the dimensions of a tensor from the first"
             raise _wrong("dim", self.dim, expected)
@@ -102,7 +107,9 @@ class Buckets:
         """
         sample = _whole_numbers(lengths, "Buckets.from_sample")
         if type(max_buckets) is not int or max_buckets < 1:
-            raise _wrong("max_buckets", max_buckets, "an int of at least 1", "Buckets.from_sample")
+            raise wrong_argument(
+                "Buckets.from_sample", "max_buckets", max_buckets, "an int of at least 1"
+            )
         chosen = best_lengths(Counter(sample), max_buckets)
         return cls(chosen, values, dim=dim, length_key=length_key)
 
@@ -247,12 +254,8 @@ def _whole_numbers(value: Any, owner: str = "Buckets") -> list[int]:
         found = []
     if not found or min(found) < 1:
         shown = value if isinstance(value, (list, tuple)) and len(value) < 10 else type(value)
-        raise _wrong("lengths", shown, "ints of at least 1, and at least one of them", owner)
+        raise wrong_argument(owner, "lengths", shown, "ints of at least 1, and at least one of them")
     return found
-
-
-def _wrong(name: str, value: Any, expected: str, owner: str = "Buckets") -> ConfigurationError:
-    return ConfigurationError(f"`{owner}({name}={value!r})`: expected {expected}.")
 
 
 def _not_to_pad(what: str, remedy: str) -> ConfigurationError:

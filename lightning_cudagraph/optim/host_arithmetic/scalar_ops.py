@@ -19,7 +19,8 @@ and selected.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,11 +110,6 @@ def _neutral(name: str, gate: Gate | None) -> float | None:
     return None if gate is None else _NEUTRAL.get(name)
 
 
-def _passing(gate: Gate | None) -> AbstractContextManager[None]:
-    """A context for an op that leaves its target alone if the step is skipped."""
-    return nullcontext() if gate is None else gate.passing()
-
-
 def _is_in_one_launch(one: Tensor) -> bool:
     return one.is_cuda and one.dtype is torch.float32
 
@@ -122,85 +118,80 @@ def _wide(one: Tensor) -> torch.dtype:
     return torch.float64 if one.dtype is torch.float64 else torch.float32
 
 
-def _single(
-    name: str, operands: Sequence[Tensor], number: Any, staged: Staged, in_place: bool, gate: Gate | None
-) -> Tensor:
-    one = operands[0]
-    if name == "div" and one.is_cuda:
-        # torch multiplies by the reciprocal, which it takes on the host in double precision.
-        factor = _reciprocal(number, staged, gate).type(_wide(one))
-        return _computed("mul", operands, factor, in_place, gate)
-    if name == "__rdiv__":
-        operands = [one.reciprocal()]
-    tensor = staged(number, _wide(one), _neutral(name, gate))
-    return _computed(name, operands, tensor, in_place, gate)
+@dataclass(frozen=True)
+class _Call:
+    """A call of an op of the table: its name there, and how it gets its number and writes its result."""
 
+    name: str
+    staged: Staged
+    in_place: bool
+    gate: Gate | None
 
-def _reciprocal(number: Any, staged: Staged, gate: Gate | None) -> Tensor:
-    return staged(number, torch.float64, _neutral("div", gate)).reciprocal()
+    def single(self, operands: Sequence[Tensor], number: Any) -> Tensor:
+        one = operands[0]
+        if self.name == "div" and one.is_cuda:
+            # torch multiplies by the reciprocal, which it takes on the host in double precision.
+            return self._product().computed(operands, self._reciprocal(number).type(_wide(one)))
+        if self.name == "__rdiv__":
+            operands = [one.reciprocal()]
+        return self.computed(operands, self._tensor(number, _wide(one)))
 
+    def computed(self, operands: Sequence[Tensor], number: Tensor) -> Tensor:
+        one, compute, gate = operands[0], _OPS[self.name][1], self.gate
+        if gate is not None and self.name in _NEUTRAL:
+            with gate.passing():
+                return compute(one, number, out=one)
+        out = one if self.in_place and gate is None else None
+        if one.dtype in _WIDE or not one.is_floating_point():
+            value = compute(*operands, number, out=out)
+        else:
+            wide: Tensor = compute(*(operand.float() for operand in operands), number)
+            value = wide.to(one.dtype) if out is None else out.copy_(wide)
+        return value if gate is None else gate.put(one, value)
 
-def _computed(
-    name: str, operands: Sequence[Tensor], number: Tensor, in_place: bool, gate: Gate | None
-) -> Tensor:
-    one, compute = operands[0], _OPS[name][1]
-    if gate is not None and name in _NEUTRAL:
-        with gate.passing():
-            return compute(one, number, out=one)
-    out = one if in_place and gate is None else None
-    if one.dtype in _WIDE or not one.is_floating_point():
-        value = compute(*operands, number, out=out)
-    else:
-        wide: Tensor = compute(*(operand.float() for operand in operands), number)
-        value = wide.to(one.dtype) if out is None else out.copy_(wide)
-    return value if gate is None else gate.put(one, value)
+    def on_list(self, operands: Sequence[Sequence[Tensor]], number: Any) -> list[Tensor]:
+        """The op on lists of tensors with one number for all of them."""
+        ones = list(operands[0])
+        is_in_one_launch = _is_in_one_launch(ones[0])
+        if self.name == "lerp" and is_in_one_launch:
+            # The end that it starts from: a branch of the host program, checked before each replay.
+            is_in_one_launch = not isinstance(number, Tensor) and bool(abs(number) < _LERP_TURNS_AT)
+        if not is_in_one_launch:
+            return [self.single(each, number) for each in zip(ones, *operands[1:], strict=True)]
+        if self.name in _BY_FUSED_STEP:
+            if not self.in_place:
+                ones = [one.clone() for one in ones]
+            others = _BY_FUSED_STEP[self.name](ones, *operands[1:])
+            _fused_step(ones, others, self.staged(-number, torch.float32, None), self.gate)
+            return ones
+        if self.name == "div":
+            return self._product()._in_one_launch(ones, self._reciprocal(number).float())
+        return self._in_one_launch(ones, self._tensor(number, torch.float32))
 
+    def quotients(self, ones: list[Tensor], number: Any) -> list[Tensor]:
+        """Divide by a number of a list: true divisions, on a GPU too."""
+        divisor = self._tensor(number, _wide(ones[0]))
+        if _is_in_one_launch(ones[0]) and self.in_place:
+            return self._in_one_launch(ones, divisor)
+        return [self.computed([one], divisor) for one in ones]
 
-def _list(
-    name: str,
-    operands: Sequence[Sequence[Tensor]],
-    number: Any,
-    staged: Staged,
-    in_place: bool,
-    gate: Gate | None,
-) -> list[Tensor]:
-    """An op on lists of tensors with one number for all of them."""
-    ones = list(operands[0])
-    is_in_one_launch = _is_in_one_launch(ones[0])
-    if name == "lerp" and is_in_one_launch:
-        # The end that it starts from: a branch of the host program, checked before each replay.
-        is_in_one_launch = not isinstance(number, Tensor) and bool(abs(number) < _LERP_TURNS_AT)
-    if not is_in_one_launch:
-        return [
-            _single(name, each, number, staged, in_place, gate)
-            for each in zip(ones, *operands[1:], strict=True)
-        ]
-    if name in _BY_FUSED_STEP:
-        if not in_place:
+    def _in_one_launch(self, ones: list[Tensor], number: Tensor) -> list[Tensor]:
+        if not self.in_place and self.name == "mul":
+            return list(torch._foreach_mul(ones, number))
+        if not self.in_place:
             ones = [one.clone() for one in ones]
-        others = _BY_FUSED_STEP[name](ones, *operands[1:])
-        _fused_step(ones, others, staged(-number, torch.float32, None), gate)
+        with nullcontext() if self.gate is None else self.gate.passing():
+            _BY_NUMBER[self.name](ones, number)
         return ones
-    if name == "div":
-        name, tensor = "mul", _reciprocal(number, staged, gate).float()
-    else:
-        tensor = staged(number, torch.float32, _neutral(name, gate))
-    if not in_place and name == "mul":
-        return list(torch._foreach_mul(ones, tensor))
-    if not in_place:
-        ones = [one.clone() for one in ones]
-    with _passing(gate):
-        _BY_NUMBER[name](ones, tensor)
-    return ones
 
+    def _product(self) -> _Call:
+        return replace(self, name="mul")
 
-def _quotients(ones: list[Tensor], number: Tensor, in_place: bool, gate: Gate | None) -> list[Tensor]:
-    """Divide by numbers of a list: true divisions, on a GPU too."""
-    if _is_in_one_launch(ones[0]) and in_place:
-        with _passing(gate):
-            _BY_NUMBER["div"](ones, number)
-        return ones
-    return [_computed("div", [one], number, in_place, gate) for one in ones]
+    def _tensor(self, number: Any, dtype: torch.dtype) -> Tensor:
+        return self.staged(number, dtype, _neutral(self.name, self.gate))
+
+    def _reciprocal(self, number: Any) -> Tensor:
+        return self._tensor(number, torch.float64).reciprocal()
 
 
 def _is_number(value: Any) -> bool:
@@ -275,10 +266,11 @@ def with_tensors(
     number = numbers[0]
     if gate is not None and not _is_gated(base, operands[1:], number, is_list):
         return None
+    call = _Call(base, staged, in_place, gate)
     if not is_list:
-        return (_single(base, operands, number, staged, in_place, gate),)
+        return (call.single(operands, number),)
     if not isinstance(number, (list, tuple)):
-        return (_list(base, operands, number, staged, in_place, gate),)
+        return (call.on_list(operands, number),)
     # One call for each number, with the parameters that share it: those with equal step counters.
     positions: dict[Any, list[int]] = {}
     for position, each in enumerate(number):
@@ -287,11 +279,7 @@ def with_tensors(
     for chosen in positions.values():
         some = [[operand[position] for position in chosen] for operand in operands]
         one = number[chosen[0]]
-        if base == "div":
-            divisor = staged(one, _wide(some[0][0]), _neutral("div", gate))
-            made = _quotients(some[0], divisor, in_place, gate)
-        else:
-            made = _list(base, some, one, staged, in_place, gate)
+        made = call.quotients(some[0], one) if base == "div" else call.on_list(some, one)
         for position, result in zip(chosen, made, strict=True):
             results[position] = result
     return (results,)

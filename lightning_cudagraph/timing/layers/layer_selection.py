@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_cudagraph.errors import ConfigurationError
+from lightning_cudagraph.errors import ConfigurationError, wrong_argument
 
 Placement = Literal["forked", "serial"]
 
@@ -82,34 +82,28 @@ class LayerTimings:
             if name not in ("depth", "every_n_steps") or getattr(self, name) is not None:
                 self._check_whole(name, least=int(name != "trace_steps"))
         if self.max_layers > _MOST_LAYERS:
-            raise ConfigurationError(
-                f"`LayerTimings(max_layers={self.max_layers})`: expected at most {_MOST_LAYERS}, because"
-                " each layer adds events to the graph and scalars to every timed step. Choose by"
-                " `modules`, `types` or `depth` what you want to see."
+            raise self._wrong(
+                "max_layers",
+                f"at most {_MOST_LAYERS}, because each layer adds events to the graph and scalars to"
+                " every timed step. Choose by `modules`, `types` or `depth` what you want to see",
             )
         if self.placement not in ("forked", "serial"):
-            raise ConfigurationError(
-                f"`LayerTimings(placement={self.placement!r})`: expected 'forked' or 'serial'."
-            )
+            raise self._wrong("placement", "'forked' or 'serial'")
+
+    def _wrong(self, name: str, expected: str) -> ConfigurationError:
+        return wrong_argument("LayerTimings", name, getattr(self, name), expected)
 
     def _check_strings(self, name: str, value: Any, example: str) -> None:
         if isinstance(value, str):
-            raise ConfigurationError(
-                f"`LayerTimings({name}={value!r})`: expected a list of strings, found one string. Pass"
-                f" `[{value!r}]`."
-            )
+            raise self._wrong(name, f"a list of strings, found one string. Pass `[{value!r}]`")
         if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-            raise ConfigurationError(
-                f'`LayerTimings({name}={value!r})`: expected a list of strings, such as `["{example}"]`.'
-            )
+            raise self._wrong(name, f'a list of strings, such as `["{example}"]`')
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            nothing = " To time nothing, pass `CUDAGraphCallback(timings=None)`." if least else ""
-            raise ConfigurationError(
-                f"`LayerTimings({name}={value!r})`: expected an int of at least {least}.{nothing}"
-            )
+            nothing = ". To time nothing, pass `CUDAGraphCallback(timings=None)`" if least else ""
+            raise self._wrong(name, f"an int of at least {least}{nothing}")
 
 
 def _is_automatic(timings: LayerTimings) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lightning_cudagraph.errors import ConfigurationError
-from lightning_cudagraph.graphed_step.arguments import check_shared_arguments, wrong_argument
+from lightning_cudagraph.errors import ConfigurationError, wrong_argument
+from lightning_cudagraph.graphed_step.arguments import check_shared_arguments
 from lightning_cudagraph.tensors.buckets import Buckets
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
 from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, callbacks_of
