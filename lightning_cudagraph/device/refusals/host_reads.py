@@ -173,13 +173,13 @@ class _Use:
     """A use of a value for which the host reads it.
 
     Attributes:
-        what: the description for the user; empty for that of any read.
         fits: returns True for a call that reads, and the user's line.
+        what: the description for the user; empty for that of any read.
     """
 
-    what: str
     fits: Callable[[TorchCall, Location], bool]
     remedy: str
+    what: str = ""
 
 
 def _is_slice(call: TorchCall, part: str) -> bool:
@@ -256,52 +256,48 @@ _ON_THE_HOST = {"print", "append", "write", "debug", "info", "warning", "set_pos
 _OF_INDEX = "an index by a tensor without dimensions, which reads it on the host"
 _ARGUMENTS = (
     _Use(
-        "`one_hot` without `num_classes`, which reads the largest label",
         lambda call, where: call.name == "one_hot",
         "Pass it: `one_hot(labels, num_classes=10)`." + see("indices_and_lengths"),
+        "`one_hot` without `num_classes`, which reads the largest label",
     ),
     _Use(
-        "a tensor as `alpha`, `beta` or `value` of a function that takes a number",
         lambda call, where: any(
             isinstance(call.kwargs.get(name), Tensor) for name in ("alpha", "beta", "value")
         ),
         "Multiply instead: `x.add_(factor * y)` for `x.add_(y, alpha=factor)`."
         + see("indices_and_lengths"),
+        "a tensor as `alpha`, `beta` or `value` of a function that takes a number",
     ),
 )
 _USES = (
     _Use(
-        "",
         lambda call, where: call.name == "__bool__" and _decides_on_steps(where),
         "Capture what comes before the branch and what is in it with one `GraphedStep` each, without the"
         " callback, and branch on the host between their calls." + see("parts"),
     ),
     _Use(
-        _OF_INDEX,
         lambda call, where: _reads_index(call) and _writes_item(call, where),
         "Give it one: `x[index.view(1)] = y`." + see("indices_and_lengths"),
+        _OF_INDEX,
     ),
     _Use(
-        _OF_INDEX,
         lambda call, where: _reads_index(call),
         "Give it one: `x[index.view(1)][0]`." + see("indices_and_lengths"),
+        _OF_INDEX,
     ),
     _Use(
-        "",
         lambda call, where: call.name in ("__bool__", *_READS_ONE) and _keeps_best(where),
         "Keep it in a registered buffer, and write that in every step:"
         " `self.best.copy_(torch.where(loss < self.best, loss.detach(), self.best))`."
         + see("item_and_print"),
     ),
     _Use(
-        "",
         lambda call, where: call.name == "__bool__" and _ends_a_loop_of_steps(where),
         "A replay takes all steps of the loop. Return the tensor, and compare it between batches, in"
         " `on_train_batch_end`; or keep the outcome in the `found_inf` of a fused Adam or AdamW, which"
         " skips the updates that follow." + see("nan_checks"),
     ),
     _Use(
-        "",
         lambda call, where: (
             where.source.startswith("while ")
             or (call.name == "__bool__" and (_breaks(where) or recurs(where)))
@@ -310,55 +306,35 @@ _USES = (
         + see("loops_that_end"),
     ),
     _Use(
-        "",
         lambda call, where: call.name in ("__bool__", *_READS_ONE) and _compares(where),
         "Compare on the device: `x.clamp(min=1)` for `max(1, x)`, `x.clamp(max=9)` for `min(x, 9)`,"
         " `torch.maximum(x, y)` for two tensors, and `x.max()` for `max(x)`." + see("item_and_print"),
     ),
-    _Use(
-        "",
-        lambda call, where: _decides(call, where) and branch(where) == RAISES,
-        _CHECK,
-    ),
-    _Use(
-        "",
-        lambda call, where: _decides(call, where) and branch(where) == SKIPS,
-        SKIP,
-    ),
-    _Use(
-        "",
-        lambda call, where: _decides(call, where) and branch(where) == STOPS,
-        'Do it in `on_train_batch_end`, which runs on the host after every step: `if outputs["loss"] <'
-        " 0.1: self.trainer.should_stop = True`." + see("item_and_print"),
-    ),
-    _Use(
-        "",
-        lambda call, where: _decides(call, where) and branch(where) == ASKS_MASK,
-        "Always pass the mask; or leave it out if no batch has padding. To choose something else by it:"
-        " `torch.where(mask.any(), a, b)`." + see("attention_masks"),
-    ),
-    _Use(
-        "",
-        lambda call, where: _decides(call, where) and branch(where) == LACKS,
-        "Return a tensor in each case, one that changes nothing in place of None, such as zero for a"
-        f" term: `torch.where(condition, 0, x)`.{_BOTH_FINITE}" + see("item_and_print"),
-    ),
-    _Use(
-        "",
-        lambda call, where: _decides(call, where) and branch(where) == CHOOSES,
-        "Compute both, and choose with `torch.where`: `torch.where(condition, a, b)`."
-        f"{_BOTH_FINITE}" + see("item_and_print"),
-    ),
-    _Use(
-        "",
-        lambda call, where: (
-            re.search(r"\bprint\(|\.append\(", where.source) is not None
-            or (call.name in _READS and bool(_ON_THE_HOST & takers(where)))
-        ),
-        "Return the tensor from the step, and do it in `on_train_batch_end`, which runs on the host"
-        " after every step." + see("item_and_print"),
-    ),
 )
+# By the kind of a branch.
+_OF_BRANCH = {
+    RAISES: _CHECK,
+    SKIPS: SKIP,
+    STOPS: 'Do it in `on_train_batch_end`, which runs on the host after every step: `if outputs["loss"]'
+    " < 0.1: self.trainer.should_stop = True`." + see("item_and_print"),
+    ASKS_MASK: "Always pass the mask; or leave it out if no batch has padding. To choose something else"
+    " by it: `torch.where(mask.any(), a, b)`." + see("attention_masks"),
+    LACKS: "Return a tensor in each case, one that changes nothing in place of None, such as zero for a"
+    f" term: `torch.where(condition, 0, x)`.{_BOTH_FINITE}" + see("item_and_print"),
+    CHOOSES: "Compute both, and choose with `torch.where`: `torch.where(condition, a, b)`."
+    f"{_BOTH_FINITE}" + see("item_and_print"),
+}
+_OF_HOOK = (
+    "Return the tensor from the step, and do it in `on_train_batch_end`, which runs on the host"
+    " after every step." + see("item_and_print")
+)
+
+
+def _is_shown(call: TorchCall, where: Location) -> bool:
+    """True for a line that prints, keeps or logs what it reads."""
+    return re.search(r"\bprint\(|\.append\(", where.source) is not None or (
+        call.name in _READS and bool(_ON_THE_HOST & takers(where))
+    )
 
 
 def _compares(where: Location) -> bool:
@@ -398,7 +374,9 @@ def of_use(call: TorchCall | None, where: Location | None, words: Words) -> Word
     for use in _USES:
         if use.fits(call, where):
             return use.what or words[0], use.remedy
-    return words
+    if _decides(call, where) and (remedy := _OF_BRANCH.get(branch(where))):
+        return words[0], remedy
+    return (words[0], _OF_HOOK) if _is_shown(call, where) else words
 
 
 def of_loop(where: Location | None, words: Words) -> Words:
