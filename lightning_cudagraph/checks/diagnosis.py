@@ -21,8 +21,8 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
 from lightning_cudagraph.device.kept_memory import undone
+from lightning_cudagraph.device.refusals.consumers import LOGS, consumers
 from lightning_cudagraph.device.refusals.first_refusal import Gathered, gathering
-from lightning_cudagraph.device.refusals.takers import LOGS, takers
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.tensors.host_values import in_words
@@ -145,7 +145,7 @@ class Diagnosis:
     def _is_logged_alone(self, change: Change, moved: Moved) -> bool:
         """True if a line only logs what has changed, and was found to do so."""
         where = change.location
-        if where is None or not takers(where, moved.attribute) <= LOGS:
+        if where is None or not consumers(where, moved.attribute) <= LOGS:
             return False
         return self._found.has(where)
 

@@ -29,6 +29,7 @@ from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.consumers import consumers, is_called, of_draw
 from lightning_cudagraph.device.refusals.first_refusal import (
     FirstRefusal,
     backward_ended,
@@ -37,7 +38,6 @@ from lightning_cudagraph.device.refusals.first_refusal import (
     refuse,
 )
 from lightning_cudagraph.device.refusals.host_reads import of_library
-from lightning_cudagraph.device.refusals.takers import is_called, of_draw, takers
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of
@@ -320,7 +320,7 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
     allowed = allowance(change.name)
     if change.draws:
-        remedy = of_draw(() if where is None else takers(where, change.attribute), allowed)
+        remedy = of_draw(() if where is None else consumers(where, change.attribute), allowed)
         return CaptureError(
             f"The training step draws from {named}, on the host: every replay would use the numbers"
             " of this one step.",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.checks.walk.host_objects import UNSET
 from lightning_cudagraph.checks.walk.parts import Moved
-from lightning_cudagraph.device.refusals.takers import BRANCH, instead_of, takers
+from lightning_cudagraph.device.refusals.consumers import BRANCH, consumers, instead_of
 from lightning_cudagraph.errors import AS_NUMBER, Location, see
 
 _BUFFER = "Hand it to the step in a registered buffer, written with `fill_` in `on_train_batch_start`. "
@@ -120,7 +120,7 @@ def remedy_of_part(moved: Moved, where: Location | None) -> str:
     if isinstance(value, bool):
         return _FLAG.format(moved.attribute)
     if where is not None and isinstance(value, (int, float)):
-        names = takers(where, moved.attribute)
+        names = consumers(where, moved.attribute)
         if "dropout" in names:
             return DRAW_THE_MASK + see("changing_numbers")
         if isinstance(value, int) and BRANCH in names:

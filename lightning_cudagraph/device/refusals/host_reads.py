@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.device.lines.user_lines import is_installed, is_user_code
-from lightning_cudagraph.device.refusals.takers import (
+from lightning_cudagraph.device.refusals.consumers import (
     ASKS_MASK,
     BRANCH,
     CHOOSES,
@@ -26,11 +26,11 @@ from lightning_cudagraph.device.refusals.takers import (
     STOPS,
     WINDOW,
     branch,
+    consumers,
     has_window,
     instead_of,
     of_item,
     recurs,
-    takers,
 )
 from lightning_cudagraph.errors import Location, see
 
@@ -202,10 +202,10 @@ def _lines_below(where: Location) -> str:
     return "".join(lines[: next(ends, len(lines))])
 
 
-def _takers_of(call: TorchCall, where: Location) -> Iterable[str]:
+def _consumers_of(call: TorchCall, where: Location) -> Iterable[str]:
     """Those that take what a call reads; or the call itself, and the part of a slice that it reads."""
     if call.name in _READS:
-        return takers(where)
+        return consumers(where)
     start = WINDOW if has_window(where) else START
     parts = (mark for mark, part in ((start, "start"), (STOP, "stop")) if _is_slice(call, part))
     return (call.name, *parts)
@@ -333,7 +333,7 @@ _OF_HOOK = (
 def _is_shown(call: TorchCall, where: Location) -> bool:
     """True for a line that prints, keeps or logs what it reads."""
     return re.search(r"\bprint\(|\.append\(", where.source) is not None or (
-        call.name in _READS and bool(_ON_THE_HOST & takers(where))
+        call.name in _READS and bool(_ON_THE_HOST & consumers(where))
     )
 
 
@@ -344,7 +344,7 @@ def _compares(where: Location) -> bool:
 
 def _decides(call: TorchCall, where: Location) -> bool:
     """True for a branch, also on a variable that a line binds to what it reads."""
-    return call.name in _BRANCHES or (call.name in _READS and BRANCH in takers(where))
+    return call.name in _BRANCHES or (call.name in _READS and BRANCH in consumers(where))
 
 
 def _reads_index(call: TorchCall) -> bool:
@@ -369,7 +369,7 @@ def of_use(call: TorchCall | None, where: Location | None, words: Words) -> Word
             return use.what, use.remedy
     if call.name == "tolist" and (of_each := of_loop(where, words)) != words:
         return of_each
-    if instead := instead_of(_takers_of(call, where)):
+    if instead := instead_of(_consumers_of(call, where)):
         return words[0], instead
     for use in _USES:
         if use.fits(call, where):
@@ -381,7 +381,7 @@ def of_use(call: TorchCall | None, where: Location | None, words: Words) -> Word
 
 def of_loop(where: Location | None, words: Words) -> Words:
     """The words for values over which a line loops, or their list does; else the given ones."""
-    if where is None or LOOP not in (found := takers(where)):
+    if where is None or LOOP not in (found := consumers(where)):
         return words
     if re.search(r"unique|\bset\(", where.source):
         return words[0], (

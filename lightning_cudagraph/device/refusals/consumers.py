@@ -1,4 +1,4 @@
-"""The functions, slices, loops and branches that take a value of a line, found in its source.
+"""The consumers of a value that a line reads: functions, slices, loops and branches of its source.
 
 A value is followed through local variables, and into and out of functions of the same file.
 """
@@ -93,31 +93,31 @@ _OF_ITEMS = {
 }
 
 
-def instead_of(takers: Iterable[str]) -> str:
+def instead_of(consumers: Iterable[str]) -> str:
     """The remedy where these take a tensor, or a number that changes; empty for others."""
-    takers = [*takers]
-    last = _SIZE if any(map(_takes_a_size, takers)) else of_item(takers)
-    return next((remedy for taker, remedy in _INSTEAD.items() if taker in takers), last)
+    consumers = [*consumers]
+    last = _SIZE if any(map(_takes_a_size, consumers)) else of_item(consumers)
+    return next((remedy for consumer, remedy in _INSTEAD.items() if consumer in consumers), last)
 
 
-def of_item(takers: Collection[str]) -> str:
+def of_item(consumers: Collection[str]) -> str:
     """The remedy where these index one item; empty for others."""
-    return next((remedy for taker, remedy in _OF_ITEMS.items() if taker in takers), "")
+    return next((remedy for consumer, remedy in _OF_ITEMS.items() if consumer in consumers), "")
 
 
-def of_draw(takers: Collection[str], allowance: str) -> str:
+def of_draw(consumers: Collection[str], allowance: str) -> str:
     """The remedy for a random number of the host that these take.
 
     Args:
         allowance: the end of the remedy for a number that nothing may depend on.
     """
-    if BRANCH in takers:
+    if BRANCH in consumers:
         return (
             f"{_AUGMENTATION} Else choose on the device: `x = torch.where(torch.rand((),"
             " device=x.device) < p, f(x), x)`. Or draw in `on_train_batch_start` into a registered"
             " buffer, and choose by that."
         )
-    if {WINDOW, START, STOP} & {*takers}:
+    if {WINDOW, START, STOP} & {*consumers}:
         return (
             f"{_AUGMENTATION} Else draw in `on_train_batch_start`, and keep what the slice selects in a"
             " registered buffer: places, `self.places.copy_(start + torch.arange(n))`, for"
@@ -130,40 +130,40 @@ def of_draw(takers: Collection[str], allowance: str) -> str:
     )
 
 
-def takers(where: Location, name: str = "") -> frozenset[str]:
-    """Names of the functions that take a value which a line reads; also `START`, `STOP` and others.
+def consumers(where: Location, name: str = "") -> frozenset[str]:
+    """The consumers of a value that a line reads: names of functions; also `START`, `STOP` and others.
 
-    If the line binds it to a local variable, those that take the variable further down, too.
+    If the line binds it to a local variable, those of the variable further down, too.
 
     Args:
         name: of a number of this name, or what the function or generator of this name returns, instead
             of what is read of a tensor.
     """
-    return frozenset(by for by, _ in _takers(where, name)) - {""}
+    return frozenset(by for by, _ in _consumers(where, name)) - {""}
 
 
-def _takers(where: Location, name: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """The takers, each with its node."""
+def _consumers(where: Location, name: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """The consumers, each with its node."""
     parents = _parents_in(where)
     known: set[ast.AST] = set()
     for node in parents:
         named = (getattr(node, "attr", ""), getattr(node, "id", ""))
         if _is_on(node, where.line) and (name in named if name else _reads(node, parents)):
-            yield from _all_takers(node, parents, bool(name), known)
+            yield from _all_consumers(node, parents, bool(name), known)
 
 
-def _all_takers(
+def _all_consumers(
     node: ast.AST, parents: _Parents, of_number: bool, known: set[ast.AST], only_numbers: bool = False
 ) -> Iterator[tuple[str, ast.AST]]:
-    """The takers of an expression, and of the local variables that it is bound to."""
-    taken = _taker(node, parents, of_number)
-    only_numbers |= taken.is_mixed
-    if not only_numbers or taken.by in _OF_NUMBERS:
-        yield taken.by, taken.node
-    for use in taken.uses:
+    """The consumers of an expression, and of the local variables that it is bound to."""
+    consumed = _consumer(node, parents, of_number)
+    only_numbers |= consumed.is_mixed
+    if not only_numbers or consumed.by in _OF_NUMBERS:
+        yield consumed.by, consumed.node
+    for use in consumed.uses:
         if use not in known:
             known.add(use)
-            yield from _all_takers(use, parents, of_number, known, only_numbers)
+            yield from _all_consumers(use, parents, of_number, known, only_numbers)
 
 
 def has_window(where: Location) -> bool:
@@ -178,7 +178,7 @@ def branch(where: Location) -> str:
     parents = _parents_in(where)
     branches = [each for each in parents if isinstance(each, (ast.If, ast.IfExp))]
     of_line = [each for each in branches if _is_on(each.test, where.line)]
-    further = (node for by, node in _takers(where) if by == BRANCH and node in branches)
+    further = (node for by, node in _consumers(where) if by == BRANCH and node in branches)
     found = next(iter(of_line or further), None)
     return "" if found is None else _kind_of(found, parents)
 
@@ -315,8 +315,8 @@ def _name(node: ast.AST) -> str:
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """The taker of a value, and the expressions further on that have it.
+class _Consumed:
+    """The consumer of a value, and the expressions further on that have it.
 
     Attributes:
         is_mixed: they have it after arithmetic with another variable.
@@ -328,8 +328,8 @@ class _Taken:
     is_mixed: bool = False
 
 
-def _taker(node: ast.AST, parents: _Parents, of_number: bool) -> _Taken:
-    """The taker of the value of an expression.
+def _consumer(node: ast.AST, parents: _Parents, of_number: bool) -> _Consumed:
+    """The consumer of the value of an expression.
 
     Args:
         of_number: behind arithmetic with a variable, which may be a tensor, numbers alone count.
@@ -337,8 +337,8 @@ def _taker(node: ast.AST, parents: _Parents, of_number: bool) -> _Taken:
     is_mixed = False
     inside: tuple[ast.AST, ...] = ()  # the functions of this file that it is handed to
 
-    def by(taker: str, uses: Iterable[ast.AST] = ()) -> _Taken:
-        return _Taken(taker, above or node, (*inside, *uses), is_mixed)
+    def by(consumer: str, uses: Iterable[ast.AST] = ()) -> _Consumed:
+        return _Consumed(consumer, above or node, (*inside, *uses), is_mixed)
 
     while (above := parents.get(node)) is not None:
         if isinstance(above, ast.Call) and node is not above.func and _name(above) not in _PASS_ON:
