@@ -104,7 +104,7 @@ def found(where: str) -> Any:
 
 
 def imported(table: tuple[PrivateName, ...], name: str) -> Any:
-    """Return a value that modules of this package import: one on the path of a declared name."""
+    """Return a value that modules of this package import: the first on the path of a declared name."""
     for declared in table:
         path = declared.where.split(".")
         if name in path:
