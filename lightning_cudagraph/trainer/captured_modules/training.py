@@ -106,6 +106,8 @@ class ModulesTraining:
             captured.sweep()
         self._run.step += 1
         before = self._counted()
+        numbers = {"self.global_step": self._trainer.global_step}
+        self._run.backend.checks.step = self._run.counts.replayed, numbers
         with setting(self._run.on, value=True), self._run.backend.on_side_stream():
             done = run(*args, **kwargs)
         self._count(before)
