@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CheckError, CUDAGraphCallback, GraphedStep
-from lightning_cudagraph.device.sentry.host_checks import HostChecks, LateChecks
+from lightning_cudagraph.device.sentry.host_checks import LateChecks
 from tests import raising
 from tests.harness import Net, Trace, loader, make, train
 from tests.loops import device_of
@@ -215,15 +215,18 @@ def test_without_the_checks_nothing_is_found(
 ) -> None:
     """The control: the tests above see what the examination finds."""
     monkeypatch.setattr(LateChecks, "launched", lambda *args: None)
-    found = _failed(
-        tmp_path, accelerator, raising.Asserts, CUDAGraphCallback(verify=None), raises=None, max_epochs=1
-    )
+    unseen = {"raises": None, "max_epochs": 1, "limit_val_batches": 0}
+    callback = CUDAGraphCallback(verify=None)
+    found = _failed(tmp_path, accelerator, raising.Asserts, callback, **unseen)
     assert found.counts.replayed == BATCHES - 3
 
 
-def test_a_trial_leaves_nothing(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_leaves_nothing() -> None:
     """Replays that try out numbers of streams are undone, and so are their checks."""
-    late = LateChecks(are_left_out=True)
-    late.launched(torch.zeros(1), [])
-    late.settle()
-    assert not HostChecks(None)._checks
+    nothing: list[Any] = []
+    trials, steps = LateChecks(are_left_out=True), LateChecks()
+    for late in (trials, steps):
+        late.launched(torch.zeros(1), nothing)
+    trials.settle()
+    with pytest.raises(ValueError, match="zip"):  # one value, and no check for it
+        steps.settle()

@@ -289,7 +289,7 @@ class _Search:
             is_known = any(found is each for each in _CONVERSIONS)
             is_known |= isinstance(found, BuiltinFunctionType) and found.__module__ == "math"
             if end == argument and is_known:
-                return found  # type: ignore[no-any-return]
+                return found
         return None
 
     def _loaded(self, index: int) -> tuple[Any, int]:
