@@ -99,7 +99,7 @@ class HostChecks:
         self._ordered = ref(result) if func._schema.name in _ORDERS else None
 
     def passes(self, func: Any, args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
-        """What one of `READS` gives the host for a check; None if it is for anything else.
+        """The value of a read that the host gets for a check; None if it is for anything else.
 
         Args:
             run: runs an op, and makes it part of the graph.
