@@ -116,7 +116,7 @@ class HostChecks:
         kind = float if value.is_floating_point() else bool if value.dtype is torch.bool else int
         if (passing := branch.passing(kind)) is None:
             return None
-        self._values.append(run(torch.ops.aten._to_copy.default, (value,), {"dtype": torch.float64}))
+        self._values.append(run(torch.ops.aten.clone.default, (value,), {}))
         self._checks.append(_Check(branch, kind, user_location()))
         return bool(passing) if func._schema.name == "aten::is_nonzero" else passing
 
@@ -126,7 +126,7 @@ class HostChecks:
         if late is None or not checks:
             return
         with torch.no_grad():
-            values = torch.stack([each.reshape(()) for each in self._values])
+            values = torch.stack([each.reshape(()).double() for each in self._values])
         self._values = []
         work_under_capture().add(late.look, lambda: late.launched(values, checks))
 
