@@ -11,6 +11,7 @@ from lightning_cudagraph.capture.stream_choice import AutoStreams as AutoStreams
 from lightning_cudagraph.checks.verify.settings import Verification as Verification
 from lightning_cudagraph.errors import BatchError as BatchError
 from lightning_cudagraph.errors import CaptureError as CaptureError
+from lightning_cudagraph.errors import CheckError as CheckError
 from lightning_cudagraph.errors import ConfigurationError as ConfigurationError
 from lightning_cudagraph.errors import CUDAGraphError as CUDAGraphError
 from lightning_cudagraph.errors import Finding as Finding

@@ -259,12 +259,14 @@ class CUDAGraphCallback(Callback):
             self._runs.training.suspect()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._runs.settle()
         if self._runs.processes is not None:
             self._runs.processes.end_epoch()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             return
+        self._runs.settle()
         if self._runs.processes is not None:
             self._runs.processes.begin_validation()
         self._evaluate(trainer, pl_module, "validation")
@@ -279,7 +281,14 @@ class CUDAGraphCallback(Callback):
         if self._runs.processes is not None:
             self._runs.processes.pause()
 
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._runs.settle()
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._runs.settle()
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._runs.settle()
         if self._runs.training is not None:
             self._runs.training.suspect()
 
@@ -290,6 +299,7 @@ class CUDAGraphCallback(Callback):
             self._runs.training.suspect()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._runs.settle()
         self._write_report()
         self._runs.close()
 

@@ -16,6 +16,7 @@ __all__ = [
     "BatchError",
     "CUDAGraphError",
     "CaptureError",
+    "CheckError",
     "ConfigurationError",
     "HookError",
     "PeerError",
@@ -354,6 +355,28 @@ class HookError(CUDAGraphError):
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(f'{reason} {remedy} To train without graphs, pass `backend="off"`.')
+
+
+class CheckError(CUDAGraphError):
+    """A check of a replayed step that fails, where a plain run would have raised an exception.
+
+    Args:
+        replays: the number of replays before that of the step.
+        numbers: numbers beside its batch, by name.
+        location: the user's line, if there is one.
+    """
+
+    def __init__(self, replays: int, numbers: Mapping[str, int], location: Location | None) -> None:
+        named = ", ".join(f"`{name}` {number}" for name, number in numbers.items())
+        of = f" ({named})" if named else ""
+        at = [] if location is None else [f"  {line}" for line in location.lines]
+        first = f"In replay {replays + 1}{of}, a check on the host failed. A plain run raises there:"
+        last = (
+            "A replay raises nothing: this step has run to its end, and later ones may have been"
+            ' launched since. To get the exception itself, in its step, pass `backend="off"`.'
+        )
+        super().__init__("\n".join([first, *at, last]))
+        self.location = location
 
 
 class TimerError(CUDAGraphError):

@@ -501,8 +501,11 @@ class PassesOnNone(LeavesOutABatch):
 
 class RaisesFurtherDown(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
-        if x.mean() > 9:  # BAD
-            raise ValueError("too large")
+        try:
+            if x.mean() > 9:  # BAD
+                raise ValueError("too large")
+        except ValueError:
+            self.factor += 1
 
 
 class NumberAtLeastOne(Reads):
@@ -803,7 +806,7 @@ REMEDIES: dict[type[Net], str] = {
     MaskCompared: "Always pass the mask.*docs/recipes/attention_masks.md",
     MaskOfAnotherName: "Always pass the mask.*docs/recipes/attention_masks.md",
     PassesOnNone: "on a tensor.*Return the loss of every batch.*`optimizer.found_inf = self.skip`",
-    RaisesFurtherDown: "Leave the check out of the step; or count in a buffer",
+    RaisesFurtherDown: "Raise the error in a branch on the value itself",
     NumberAtLeastOne: "`x.clamp(min=1)` for `max(1, x)`",
     GrowsAsATuple: "Keep one size from the first step on: a registered buffer.*[self.kept[1:], new",
     LeavesOutABatch: "on a tensor.*Return the loss of every batch.*`optimizer.found_inf = self.skip`",

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
-from lightning_cudagraph.optim.outcomes import Flag
+from lightning_cudagraph.device.host_work import LateValue
 from lightning_cudagraph.trainer.common.profilers import draws_late
 from lightning_cudagraph.trainer.training.times import host_times
 from lightning_cudagraph.trainer.training.times.host_times import (
@@ -142,13 +142,13 @@ def test_waits_for_the_outcome_of_a_step(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are shown apart from this package's own time."""
-    found, own = made_times(monkeypatch), Flag.read
+    found, own = made_times(monkeypatch), LateValue.read
 
-    def reads(flag: Flag) -> bool:
+    def reads(flag: LateValue) -> bool:
         time.sleep(SLOW_S)
         return own(flag)
 
-    monkeypatch.setattr(Flag, "read", reads)
+    monkeypatch.setattr(LateValue, "read", reads)
     device = "cuda" if accelerator == "gpu" else "cpu"
     train(
         make(lambda: Net(lambda p: torch.optim.AdamW(p, lr=1e-3))),

@@ -85,12 +85,19 @@ FAULTS = {
     "counter": Fault(
         "self.calls += 1", "sets or changes `calls`", "hook that runs on the host", "counters"
     ),
-    "assert": Fault("assert not torch.isnan(loss)", "are finite", "Count in a buffer", "nan_checks"),
+    "skip": Fault("if torch.isnan(loss): return None", "are finite", "Count in a buffer", "nan_checks"),
     "all finite": Fault(
-        "assert torch.isfinite(self.layer(x)).all()", "are finite", "Count in a buffer", "nan_checks"
+        "loss = loss if torch.isfinite(self.layer(x)).all() else loss * 0",
+        "are finite",
+        "Count in a buffer",
+        "nan_checks",
     ),
     "math": Fault(
-        "assert math.isfinite(loss)", "are finite", "Count in a buffer", "nan_checks", package="math"
+        "loss = loss if math.isfinite(loss) else loss * 0",
+        "are finite",
+        "Count in a buffer",
+        "nan_checks",
+        package="math",
     ),
     "last batch": Fault(
         "loss = loss * 2 if self.trainer.is_last_batch else loss",
@@ -99,11 +106,12 @@ FAULTS = {
         "paths",
     ),
     "distribution": Fault(
-        "loss = loss + torch.distributions.Normal(x, x.exp()).rsample().mean()",
+        "with contextlib.suppress(ValueError): x = torch.distributions.Normal(x, x.exp()).sample()",
         "branch on a tensor",
         "`validate_args=False`",
         "distributions",
         "torch/distributions/distribution.py",
+        package="contextlib",
     ),
     "learning rate": Fault(
         'self.log("lr", self.lr_schedulers().get_last_lr()[0])',

@@ -154,7 +154,7 @@ def test_numbers_for_one_outcome_alone_are_found(
         return states[:1]
 
     monkeypatch.setattr(Outcomes, "possible", as_if_done)
-    monkeypatch.setattr("lightning_cudagraph.optim.outcomes.Flag.is_known", lambda _: False)
+    monkeypatch.setattr("lightning_cudagraph.device.host_work.LateValue.is_known", lambda _: False)
     with pytest.raises((AssertionError, IndexError)):
         outcome(form, _SCALED, device)
     assert max(asked) == 2

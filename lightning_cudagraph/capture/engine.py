@@ -58,7 +58,7 @@ class StepEngine(Generic[T]):
         self._run = run
         self._guards = guards
         # Read at every replay: saves an attribute access.
-        self._backend = run.backend
+        self._backend, self._checks = run.backend, run.backend.checks
         self._carried = run.carried
         self.verifier = run.verifier
         self._agreement = run.agreement
@@ -192,6 +192,7 @@ class StepEngine(Generic[T]):
     ) -> T:
         """Copy the batch into the static inputs, unless it is there already, and launch the graph."""
         static, batch = captured.static, step.batch
+        self._checks.step = self.counts.replayed, step.numbers
         if timed:
             step.before_timed(captured.next_outputs(True))
         if batch is not static.batch:

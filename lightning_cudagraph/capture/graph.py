@@ -15,6 +15,7 @@ from lightning_cudagraph.capture.gradients.step_gradients import StepGradients
 from lightning_cudagraph.capture.graph_breaks import GraphBreak
 from lightning_cudagraph.checks.audit.step_audit import one_audit
 from lightning_cudagraph.checks.verify.tape import OpTape
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend, Graph
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import AskedFor, CaptureError
@@ -368,8 +369,9 @@ class CapturedStep(Generic[T]):
         self._rings[timed].rotate(1)
 
     def rerun(self) -> None:
-        """Replay the first instance on the present static batch, without work on gradients."""
-        self._instances[0].graph.replay()
+        """Replay the first instance on the present static batch, as a trial: nothing of it stays."""
+        with setting(self._backend.checks, are_left_out=True):
+            self._instances[0].graph.replay()
 
     def stay(self) -> bool:
         """Share the memory pool with later graphs; False if there are graphs in another pool."""

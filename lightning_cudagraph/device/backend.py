@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from lightning_cudagraph.device.generators import Generators
+from lightning_cudagraph.device.sentry.host_checks import LateChecks
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 
 T = TypeVar("T")
@@ -51,8 +52,10 @@ class Backend(Protocol):
         flow: the data flow of the last capture, if it was recorded.
         in_graph_break: True at a graph break of a replay. The pool then holds memory that the rest of
             the replay needs, so that no other graph may be replayed.
+        checks: the checks of replayed steps on the host.
     """
 
+    checks: LateChecks
     in_graph_break: bool
     streams: int
     barriers: dict[str, int]

@@ -67,6 +67,29 @@ class HostInput:
         self.memory[:size_bytes].copy_(source, non_blocking=True)
 
 
+class LateValue:
+    """A tensor of the device that the host reads later."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._event = torch.cuda.Event() if value.is_cuda else None
+        if self._event is None:
+            self._value = value.clone()
+        else:
+            self._value = torch.empty_like(value, device="cpu", pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._event.record()
+
+    def is_known(self) -> bool:
+        """True if the host need not wait. On the emulator it is to do what it does for a GPU."""
+        return self._event is not None and self._event.query()
+
+    def read(self) -> torch.Tensor:
+        """The value; waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value
+
+
 def host_work_of(parts: list[HostWork]) -> AbstractContextManager[None]:
     """Make these the host work of the graph that this thread captures, one per part."""
     return setting(_here, parts=parts)

@@ -218,11 +218,25 @@ class GraphedStep(Generic[P, R]):
         """Call the function itself, without a graph."""
         return self._bound()(*args, **kwargs)
 
+    def settle(self) -> None:
+        """Wait for all calls, and raise a `CheckError` if a check of a replay on the host has failed."""
+        if self._run is not None:
+            self._run.backend.checks.settle()
+
     def close(self) -> None:
         """Release the graphs and their memory, and restore the optimizers.
 
         The next call begins again with warm-up.
+
+        Raises:
+            CheckError: if a check of a replay on the host has failed.
         """
+        try:
+            self.settle()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         if self._run is not None:
             self._summary = self._run.summary
         run, self._run = self._run, None
@@ -242,18 +256,20 @@ class GraphedStep(Generic[P, R]):
     ) -> None:
         if error is not None:
             self._fail(error)
-        self.close()
+            self._release()
+        else:
+            self.close()
 
     def _fail(self, error: BaseException) -> None:
         """End the other processes too, if there are any, because of `error`."""
         if self._processes is not None:
             self._processes.fail(error)
-            self.close()  # a later call starts a new run, with the processes that are left
+            self._release()  # a later call starts a new run, with the processes that are left
 
     def _end(self, error: BaseException | None) -> None:
         """Close when Python exits, perhaps because of an error."""
         with ExitStack() as stack:
-            stack.callback(self.close)
+            stack.callback(self.close if error is None else self._release)
             if error is not None:
                 self._fail(error)
 

@@ -12,33 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
+from lightning_cudagraph.device.host_work import LateValue
 from lightning_cudagraph.optim.host_arithmetic.host_program import State
-
-
-class Flag:
-    """A flag of the device, read later."""
-
-    def __init__(self, flag: Tensor) -> None:
-        self._event = torch.cuda.Event() if flag.is_cuda else None
-        if self._event is None:
-            self._value = flag.clone()
-        else:
-            self._value = torch.empty_like(flag, device="cpu", pin_memory=True)
-            self._value.copy_(flag, non_blocking=True)
-            self._event.record()
-
-    def is_known(self) -> bool:
-        """True if the host need not wait. On the emulator it is to do what it does for a GPU."""
-        return self._event is not None and self._event.query()
-
-    def read(self) -> bool:
-        """The value; waits for the device."""
-        if self._event is not None:
-            self._event.synchronize()
-        return bool(self._value)
 
 
 @dataclass
@@ -50,7 +27,7 @@ class _ReplayedStep:
             step before.
     """
 
-    was_skipped: Flag
+    was_skipped: LateValue
     ends: list[State]
 
 
@@ -80,7 +57,7 @@ class Outcomes:
             skipped: true on the device, after the step, if it was skipped.
             ends: for each of `possible`, the state that the step ends in if it is done.
         """
-        self._open.append(_ReplayedStep(Flag(skipped), ends))
+        self._open.append(_ReplayedStep(LateValue(skipped), ends))
         if not self.may_be_late:
             self.settle()
 
@@ -95,7 +72,7 @@ class Outcomes:
     def _learn(self) -> None:
         step = self._open.pop(0)
         began_s = perf_counter()
-        was_skipped = step.was_skipped.read()
+        was_skipped = bool(step.was_skipped.read())
         self.waited_s += perf_counter() - began_s
         if not was_skipped:
             self._write(step.ends[0])

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_cudagraph.capture.steps import StepCounts
+from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.run import backend_for
@@ -100,6 +101,13 @@ class CapturedRuns:
             raise refused
         assert training is not None
         self.training = training
+        save = Original(trainer.strategy, "save_checkpoint")
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            self.settle()
+            save(*args, **kwargs)
+
+        patch_method(trainer.strategy, "save_checkpoint", save_checkpoint, self._wrapping)
         return training
 
     def _widest(
@@ -170,6 +178,11 @@ class CapturedRuns:
         if self.training is not None:
             self.training.leave()
         self.evaluation.start()
+
+    def settle(self) -> None:
+        """Wait for all replays, and raise an error if a check of one of them on the host has failed."""
+        if self._backend is not None:
+            self._backend.checks.settle()
 
     def close(self) -> None:
         training, self.training = self.training, None

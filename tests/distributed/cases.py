@@ -1004,6 +1004,24 @@ class RaisesInStep(Net):
         return super().training_step(batch, batch_idx)
 
 
+class ChecksItsBatch(Net):
+    """Has a batch in the middle, in one process, with which a check of a replayed step fails."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_rank == 1 and self.trainer.global_step == 18:
+            batch[0][0] = torch.nan
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not batch[0].isfinite().all():
+            raise ValueError("no more cheese")
+        return super().training_step(batch, batch_idx)
+
+
+def a_failed_check_on_rank_1(here: Here) -> None:
+    """Raises behind the replay of a step, or of a later one, which both processes have launched."""
+    here.train("graph", CUDAGraphCallback(), ChecksItsBatch)
+
+
 def an_error_in_a_step_on_rank_1(here: Here) -> None:
     """Raises where the other processes are about to average gradients with this one."""
     here.train("graph", CUDAGraphCallback(), RaisesInStep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import time
@@ -50,6 +51,14 @@ def test_an_error_in_a_step_of_one_process_ends_all(tmp_path: Path, accelerator:
         assert "ValueError in the capture: no more cheese" in ended[rank].said, ended[rank]
     apart_s = abs(ended[0].ended_s - ended[1].ended_s)
     assert apart_s < ALL_ENDED_S, apart_s
+
+
+def test_a_failed_check_of_one_process_ends_all(tmp_path: Path, accelerator: str) -> None:
+    case = "a_failed_check_on_rank_1"
+    ended = launch(tmp_path, [case], accelerator, timeout_s=BEGUN_S)
+    assert [process.status for process in ended] == [1, 1], told(ended)
+    assert re.search(r"CheckError: In replay \d+ \(.*`self.global_step` 18\)", ended[1].cases[case])
+    assert "rank 1: CheckError: In replay" in ended[0].cases[case] + ended[0].said, told(ended)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=long), 1])

@@ -24,6 +24,7 @@ from lightning_cudagraph.device.cuda.graph_parts import CudaParts
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import HostInput, host_work_of
 from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
+from lightning_cudagraph.device.sentry.host_checks import HostChecks, LateChecks
 from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES, HostOps
 from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, MendingSentry
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry
@@ -74,6 +75,7 @@ class CudaBackend:
         self.records_flow = False
         self.flow: RecordedFlow | None = None
         self.in_graph_break = False
+        self.checks = LateChecks()
         self._collected_s = float("-inf")
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._side = SideStream(device)
@@ -128,6 +130,7 @@ class CudaBackend:
         branches = Branches([side.stream for side in sides], graph) if len(sides) > 1 else None
         sentry = MendingSentry(self.generators, memory, branches, host)
         sentry.writes = Writes(storages_held() if is_compiled else None)
+        sentry.host_checks = HostChecks(self.checks)
         self.flow = sentry.flow = RecordedFlow("cuda", self.position) if self.records_flow else None
         failure: BaseException | None = None
         broken: Exception | None = None
@@ -148,6 +151,7 @@ class CudaBackend:
                         first_refusal_kept(),
                     ):
                         result = body()
+                        sentry.host_checks.end()
                         host.end()
                 except BaseException as error:
                     failure = error

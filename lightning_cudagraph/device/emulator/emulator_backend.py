@@ -18,6 +18,7 @@ from lightning_cudagraph.device.emulator.op_recorder import OpRecorder, Undo, re
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import host_work_of
 from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
+from lightning_cudagraph.device.sentry.host_checks import HostChecks, LateChecks
 from lightning_cudagraph.device.sentry.inductor import refused_on_cpu
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry, Sentry
@@ -82,6 +83,7 @@ class EmulatorBackend:
         self.records_flow = False
         self.flow: RecordedFlow | None = None
         self.in_graph_break = False
+        self.checks = LateChecks()
         self.generators = Generators("cpu", torch.default_generator)
         self._recording: EmulatedGraph | None = None
         self._live: list[EmulatedGraph] = []
@@ -102,6 +104,7 @@ class EmulatorBackend:
         try:
             recorder = OpRecorder(graph, undo, self.generators)
             recorder.writes = Writes(storages_held() if is_compiled else None)
+            recorder.host_checks = HostChecks(self.checks)
             self.flow = recorder.flow = (
                 RecordedFlow("cpu", graph.position) if self.records_flow else None
             )
@@ -117,6 +120,7 @@ class EmulatorBackend:
                 first_refusal_kept(),
             ):
                 result = body()
+                recorder.host_checks.end()
             graph.written = recorder.writes.older
             self.barriers = graph.barriers()
         except BaseException:

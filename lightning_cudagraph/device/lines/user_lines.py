@@ -60,12 +60,21 @@ def _frames_outwards(frame: FrameType | None) -> Iterator[_Frame]:
         frame = frame.f_back
 
 
-def _is_library(path: str) -> bool:
+def is_of_libraries(path: str) -> bool:
+    """True for a source file of `_LIBRARIES`, which are torch, Lightning and what these use."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
-    if path.startswith(_dirs_of(*files)):
-        return True
+    return path.startswith(_dirs_of(*files))
+
+
+def _is_library(path: str) -> bool:
     # Python's own modules, among which the installed packages usually lie.
-    return path.startswith(_STDLIB_DIR) and "-packages" + os.sep not in path
+    is_python = path.startswith(_STDLIB_DIR) and "-packages" + os.sep not in path
+    return is_python or is_of_libraries(path)
+
+
+def is_in_between(code: CodeType) -> bool:
+    """True for code of this package that torch and user code call anywhere: a mode, or a stand-in."""
+    return code.co_name in (*_MODES, _STAND_IN) and code.co_filename.startswith(PACKAGE_DIR)
 
 
 def is_user_code(path: str) -> bool:

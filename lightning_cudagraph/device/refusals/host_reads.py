@@ -52,9 +52,10 @@ _BOTH_FINITE = (
     " Gradients come from both, so both must be finite: `n.clamp(min=1)` below a fraction bar."
 )
 _CHECK = (
-    "Leave the check out of the step; or count in a buffer how often it fails, `self.bad += (x >"
-    " 9).detach()`, and read the count now and then in `on_train_batch_end`, which runs on the host"
-    " after every step." + see("nan_checks")
+    "Raise the error in a branch on the value itself, outside of a `try`, and keep no value: then the"
+    " check is captured. Or count in a buffer how often it fails, `self.bad += (x > 9).detach()`, and"
+    " read the count now and then in `on_train_batch_end`, which runs on the host after every step."
+    + see("nan_checks")
 )
 # In place of a step that returns None behind a branch.
 SKIP = (

@@ -39,7 +39,8 @@ _LOGIC = """
 _EXACT = frozenset(f"aten::{name}" for name in f"{_MAKES} {_LIKE} {_SHAPES} {_LOGIC}".split())
 _READS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero"})
 _LAYERS = "torch.nn."
-_WRAPPERS = ("torch._compile", "torch._dynamo.", "torch._ops")
+# torch calls modes anywhere, and Dynamo wraps them so as not to trace them.
+WRAPPERS = ("torch._compile", "torch._dynamo.", "torch._ops")
 _MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
 # A mask of a long sequence; larger tensors are rather data than constants.
 _MAX_ELEMENTS = 1 << 24
@@ -128,8 +129,7 @@ def _is_asked_by_a_layer() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        # torch calls modes anywhere, and Dynamo wraps them so as not to trace them.
-        if frame.f_code.co_name not in _MODES and not module.startswith(_WRAPPERS):
+        if frame.f_code.co_name not in _MODES and not module.startswith(WRAPPERS):
             return module.startswith(_LAYERS)
         frame = frame.f_back
     return False

@@ -12,6 +12,7 @@ the device as in Python.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import sys
@@ -359,6 +360,7 @@ def _is_nan(leaf: Any) -> bool:
 def _refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A function of `math` that refuses traced numbers."""
 
+    @functools.wraps(function)
     def stand_in(*args: Any, **kwargs: Any) -> Any:  # the name that searches for user code know
         if any(isinstance(arg, HostScalar) for arg in args):
             raise refused(f"gives `math.{name}` a number that is another one in each step")

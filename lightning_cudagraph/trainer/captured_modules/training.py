@@ -102,6 +102,8 @@ class ModulesTraining:
     def _optimization(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the step of a batch on the side stream, where modules are captured."""
         self._run.begin_step()
+        numbers = {"self.global_step": self._trainer.global_step}
+        self._run.backend.checks.step = self._run.counts.replayed, numbers
         with setting(self._run.on, value=True), self._run.backend.on_side_stream():
             done = run(*args, **kwargs)
         self._run.end_step()
