@@ -36,7 +36,7 @@ def test_windows(
         "accelerator": accelerator,
         "accumulate_grad_batches": window,
         "train_loader": loader(ragged, batches=batches),
-        "max_epochs": 6,
+        "max_epochs": 5,
         "gradient_clip_val": 0.1,
     }
 
@@ -59,7 +59,7 @@ def test_validation_in_the_middle_of_a_window(tmp_path: Path, accelerator: str, 
         "accelerator": accelerator,
         "accumulate_grad_batches": 4,
         "val_check_interval": 3,
-        "max_epochs": 6,
+        "max_epochs": 5,
     }
     plain = train(make(Net), tmp_path / "plain", **kwargs)
     callback = CUDAGraphCallback() if timings else CUDAGraphCallback(timings=None)

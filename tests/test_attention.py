@@ -147,6 +147,7 @@ class Hooked(Distilled):
             self.teacher.layers[0].linear1.register_forward_hook(lambda *_: None)
 
 
+@pytest.mark.long
 def test_a_hook_of_the_users(tmp_path: Path, accelerator: str) -> None:
     timings = LayerTimings(modules=["teacher.*"])
     plain = _fit(Hooked, tmp_path / "plain", accelerator)
@@ -295,6 +296,7 @@ def test_what_is_padded_without_nested_tensors(tmp_path: Path, accelerator: str)
     assert graph.counts.replayed >= 16
 
 
+@pytest.mark.long
 def test_a_mode_that_torch_sees_is_found(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

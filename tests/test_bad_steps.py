@@ -225,7 +225,7 @@ def _line_of(cls: type) -> int | None:
     return None
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", BAD, ids=lambda cls: cls.__name__)
 def test_raises_with_the_users_line(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     module = make(cls)
@@ -239,7 +239,7 @@ def test_raises_with_the_users_line(tmp_path: Path, accelerator: str, cls: type[
     assert text.count("A CUDA graph cannot hold") <= 1
 
 
-@pytest.mark.spread
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("cls", BAD, ids=lambda cls: cls.__name__)
 def test_goes_on_eagerly_with_the_same_numbers(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     callback = CUDAGraphCallback(on_unsupported="eager")
@@ -845,7 +845,7 @@ REMEDIES: dict[type[Net], str] = {
 }
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("cls", REMEDIES, ids=lambda cls: cls.__name__)

@@ -433,7 +433,7 @@ LONG_CHANGES = {
 }
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("each", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("when", ["start", "end"])
 @pytest.mark.parametrize(

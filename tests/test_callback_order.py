@@ -76,7 +76,7 @@ def _others(folder: Path) -> tuple[Callback, ...]:
 
 
 # First, second, among the others, last but one, and last.
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("position", [0, 1, 4, -2, -1])
 def test_any_position(tmp_path: Path, accelerator: str, position: int) -> None:
     done = row(

@@ -902,7 +902,7 @@ class Layers(Dynamic):
         return self.head(out.mean(1).add_(h)).relu_()
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_layers_of_torch(tmp_path: Path, accelerator: str, precision: Any) -> None:
     modules = ["lstm", "attention", "head"]

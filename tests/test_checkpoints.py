@@ -119,7 +119,7 @@ def test_a_file_loads_without_the_callback_and_with_weights_only(
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.spread(5)
+@pytest.mark.long
 def test_a_plain_file_is_resumed_with_the_callback(
     tmp_path: Path, accelerator: str, build: Callable[[], Net]
 ) -> None:
@@ -170,7 +170,7 @@ def _averaging(name: str) -> pl.Callback:
     return StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["EMA", "SWA"])
 @pytest.mark.filterwarnings("ignore:Swapping scheduler", "ignore:.*SWA")
 def test_averaged_weights(tmp_path: Path, accelerator: str, name: str) -> None:

@@ -249,7 +249,7 @@ def _copying(
     return done, copies[0], copies[1]
 
 
-_SOME = [*PARTS][::4]
+_SOME = [*PARTS][::8]
 
 
 @pytest.mark.parametrize(

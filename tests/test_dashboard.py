@@ -255,7 +255,7 @@ def test_a_run_whose_logger_has_no_writer(tmp_path: Path, accelerator: str, kind
     assert_same(run("plain", None), graph)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("kwargs", [{"logger": False}, {"fast_dev_run": 12}], ids=["none", "dummy"])
 def test_a_run_without_loggers(tmp_path: Path, accelerator: str, kwargs: Any) -> None:
     def run(name: str, callback: CUDAGraphCallback | None) -> Any:

@@ -34,7 +34,7 @@ _quiet = settings(
     database=None,
     deadline=None,
     derandomize=True,
-    max_examples=80,
+    max_examples=50,
     suppress_health_check=list(HealthCheck),
 )
 

@@ -68,7 +68,7 @@ BORING: dict[str, tuple[Callable[[], pl.LightningModule], Callable[..., None], i
 }
 
 
-@pytest.mark.spread(3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", BORING)
 def test_boring_models(tmp_path: Path, accelerator: str, name: str) -> None:
     build, fit, batches = BORING[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
@@ -317,7 +318,7 @@ def test_the_command_shows_its_usage(capsys: pytest.CaptureFixture[str], args: l
     assert "doctor" in capsys.readouterr().err
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("example", [char_gpt, digits, bert, dlrm, image_classifier, ppo])
 def test_the_examples_have_no_findings(accelerator: str, example: Callable[[str], Any]) -> None:
     build, data = example(accelerator)
@@ -892,8 +893,8 @@ def test_without_a_trainer_there_is_lightnings_own(
     assert [*tmp_path.iterdir()] == []
 
 
-def make_planted() -> Any:
-    return make(Planted), loader()
+def make_three() -> Any:
+    return make(Three), loader()
 
 
 def make_kept() -> Any:
@@ -903,10 +904,15 @@ def make_kept() -> Any:
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["doctor", "tests.test_doctor:make_planted"])
+        main(["doctor", "tests.test_doctor:make_three"])
     assert ended.value.code == 1
     said = capsys.readouterr().out
-    assert all(f"tests/{HERE.name}:{line}\n" in said for line in _planted())
+    code, first = inspect.getsourcelines(Three)
+    lines = [
+        n for n, line in enumerate(code, first) if re.search(r"calls \+=|item\(\)|random\(\)", line)
+    ]
+    assert len(lines) == 3
+    assert all(f"tests/{HERE.name}:{line}\n" in said for line in lines)
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--json", "tests.test_doctor:make_kept"])
     assert ended.value.code == 0

@@ -145,6 +145,7 @@ def test_several_groups_and_a_schedule_by_hand(tmp_path: Path, accelerator: str)
     assert counted(graph) == graphed()
 
 
+@pytest.mark.long
 def test_no_timings(tmp_path: Path, accelerator: str) -> None:
     plain = train(make(Net), tmp_path / "plain", accelerator=accelerator)
     graph = train(
@@ -176,6 +177,7 @@ def test_mid_epoch_validation_and_limits(tmp_path: Path, accelerator: str) -> No
     assert graph.final["global_step"] == 19
 
 
+@pytest.mark.long
 def test_module_hooks_inside_the_step(tmp_path: Path, accelerator: str) -> None:
     class Hooked(Net):
         def on_after_backward(self) -> None:
@@ -245,6 +247,7 @@ def test_another_storage_is_noticed(tmp_path: Path, accelerator: str) -> None:
     assert "the address of parameter `head.weight`" in graph.counts.recaptures[0]
 
 
+@pytest.mark.long
 def test_a_stale_graph_would_be_caught(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,7 @@ class Measured(Evaluated):
     on_test_epoch_end = on_validation_epoch_end
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("window", [1, 2])
 def test_metrics(tmp_path: Path, accelerator: str, window: int) -> None:
     done = row(
@@ -606,7 +606,7 @@ class Backward(Evaluated):
 
 
 def test_gradients_inside(tmp_path: Path, accelerator: str) -> None:
-    done = row(tmp_path, accelerator, Forces, ours=evaluating, inference_mode=False, max_epochs=6)
+    done = row(tmp_path, accelerator, Forces, ours=evaluating, inference_mode=False, max_epochs=4)
     assert evaluation_of(done.graph).replayed > 4
 
 
@@ -874,6 +874,7 @@ class Pruned(Evaluated):
         self.log("head", self.head.weight.norm() + self.features[0].weight.norm(), on_step=True)
 
 
+@pytest.mark.long
 def test_recomputed_weights(tmp_path: Path, accelerator: str) -> None:
     done = row(
         tmp_path,
@@ -998,6 +999,7 @@ def test_kinds_of_steps(
     assert not counts.eager
 
 
+@pytest.mark.long
 def test_values_that_move_seldom(tmp_path: Path, accelerator: str) -> None:
     done = row(
         tmp_path,

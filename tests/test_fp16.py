@@ -180,7 +180,7 @@ def _unwatched(
         callback,
         accelerator=accelerator,
         plugins=[MixedPrecision("16-mixed", device, scaler)],
-        max_epochs=8,
+        max_epochs=6,
         checkpoint_every=5,
         log_every_n_steps=20,
         watched=False,
@@ -215,9 +215,9 @@ def test_counters_are_right_without_a_wait(
     steps = {float(entry["step"]) for entry in graph.final["optimizer"]["state"].values()}
     assert len(steps) == 1
     assert steps.pop() < graph.counts.replayed
-    assert graph.counts.replayed > 40
+    assert graph.counts.replayed > 30
     if accelerator == "cpu":  # a GPU may be done with a small step before the next is launched
-        assert numbers.count(2) > 20
+        assert numbers.count(2) > 12
 
 
 class Reads(Callback):
@@ -281,7 +281,7 @@ def test_a_schedule_finds_the_counters_of_its_step(
     plain, graph = run("plain", None), run("graph", CUDAGraphCallback(timings=None, verify=None))
     final = "weights", "optimizer"
     assert not differences([plain.final[n] for n in final], [graph.final[n] for n in final])
-    assert graph.counts.replayed > 40
+    assert graph.counts.replayed > 30
 
 
 def _numbers(optimizer: O.Optimizer) -> Any:
@@ -289,7 +289,7 @@ def _numbers(optimizer: O.Optimizer) -> Any:
     return O.lr_scheduler.LambdaLR(optimizer, lambda epoch: math.cos(epoch / length))
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", [_numbers, O.lr_scheduler.LinearLR, O.swa_utils.SWALR])
 def test_a_schedule_of_numbers_does_not_make_the_host_wait(
     tmp_path: Path, accelerator: str, schedule: Any, monkeypatch: pytest.MonkeyPatch
@@ -298,7 +298,7 @@ def test_a_schedule_of_numbers_does_not_make_the_host_wait(
     module = make(lambda: OverflowsByData(COUNTING["AdamW"], lambda o: schedule(o, **more)))
     numbers = states_possible(monkeypatch)
     _unwatched(tmp_path, accelerator, "AdamW", CUDAGraphCallback(timings=None), module)
-    assert accelerator != "cpu" or numbers.count(2) > 20
+    assert accelerator != "cpu" or numbers.count(2) > 12
 
 
 class ReadsAtTheEnd(Callback):
@@ -474,12 +474,12 @@ def test_a_refused_capture_leaves_the_scaler_alone(tmp_path: Path, accelerator: 
 
     with pytest.raises(UnsupportedError, match=re.escape("`.item()`")):
         run(tmp_path / "raise", accelerator, build, CUDAGraphCallback(scope="step"))
-    plain, one = run(tmp_path / "plain", accelerator, build, None)
+    plain, one = run(tmp_path / "plain", accelerator, build, None, max_epochs=2)
     for name, callback in (
         ("eager", CUDAGraphCallback(scope="step", on_unsupported="eager")),
         ("behind", CUDAGraphCallback()),
     ):
-        graph, other = run(tmp_path / name, accelerator, build, callback)
+        graph, other = run(tmp_path / name, accelerator, build, callback, max_epochs=2)
         assert not differences(one.history, other.history)
         assert_same(plain, graph)
         assert graph.counts.captures == (0 if name == "eager" else 1)
@@ -505,7 +505,11 @@ def test_resumed_with_and_without(tmp_path: Path, accelerator: str) -> None:
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_fused_optimizer_skips_bad_batches(tmp_path: Path, accelerator: str, accumulated: int) -> None:
     """The recipe of docs/recipes/nan_checks.md, with batches to skip."""
-    kwargs = {"accelerator": accelerator, "accumulate_grad_batches": accumulated, "max_epochs": 6}
+    kwargs = {
+        "accelerator": accelerator,
+        "accumulate_grad_batches": accumulated,
+        "max_epochs": 3 * accumulated,
+    }
     plain = train(make(SkipsBadBatches), tmp_path / "plain", **kwargs)
     callback = CUDAGraphCallback()
     graph = train(make(SkipsBadBatches), tmp_path / "graph", callback, **kwargs)

@@ -75,7 +75,7 @@ def _waits() -> dict[str, Any]:
     return {"callbacks": (EarlyStopping("val_loss", patience=50, min_delta=10.0),)}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "read",
     [
@@ -107,6 +107,7 @@ def _harder() -> dict[str, Any]:
     return {"train_loader": DataLoader(data, batch_size=8), "callbacks": (_Harder(),)}
 
 
+@pytest.mark.long
 def test_attributes_of_the_dataset(tmp_path: Path, accelerator: str) -> None:
     build = reads(lambda self: self.trainer.train_dataloader.dataset.difficulty)
     plain, graph = _pair(build, tmp_path, accelerator, make_kwargs=_harder)

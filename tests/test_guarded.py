@@ -692,7 +692,7 @@ def test_is_captured_anew(build: Any, words: str, tmp_path: Path, accelerator: s
     assert graph.counts.replayed > 12
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("build", [AddedGroup, Parameter, Submodule])
 def test_is_captured_anew_behind(build: Any, tmp_path: Path, accelerator: str) -> None:
     plain, graph = _pair(build, tmp_path, accelerator, scope="forward_backward")

@@ -126,11 +126,11 @@ def both(tmp_path: Path, accelerator: str, build: Any, **kwargs: Any) -> Trace:
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False])
 def test_lightnings_gan(tmp_path: Path, accelerator: str, watched: bool) -> None:
-    kwargs = {"train_loader": images(), "limit_val_batches": 0, "watched": watched, "max_epochs": 15}
+    kwargs = {"train_loader": images(), "limit_val_batches": 0, "watched": watched, "max_epochs": 6}
     graph = both(tmp_path, accelerator, GAN, **kwargs)
-    assert graph.final["global_step"] == 2 * 15 * BATCHES
+    assert graph.final["global_step"] == 2 * 6 * BATCHES
     assert graph.counts.captures == 1
-    assert (graph.counts.replayed, graph.counts.eager) == (15 * BATCHES - 3, {})
+    assert (graph.counts.replayed, graph.counts.eager) == (6 * BATCHES - 3, {})
 
 
 class Noisy(Net):

@@ -415,6 +415,7 @@ class ReturnsByHand(Reads):
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SIZE)
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 def test_values_that_steps_of_manual_optimization_and_of_prediction_return(

@@ -202,17 +202,16 @@ def test_everything(
         accumulate_grad_batches=window,
         log_every_n_steps=every,
         train_loader=loader(batches=9),
-        max_epochs=4,
         val_check_interval=4,
     )
     assert graph.counts.captures >= window
     assert graph.counts.recaptures == ()
-    assert graph.counts.replayed >= 24
+    assert graph.counts.replayed >= 16
     for name in ("both", "mean/mean", "max/max", "of_torch/sum", "integer", "double", "python_float"):
         eager, captured = host_updates.of(name)
-        assert eager == 40
+        assert eager == 30
         # Warm-up, ragged batches, a first replay of each graph, and the first batch of each epoch.
-        assert captured <= 20, name
+        assert captured <= 15, name
     # What the host alone can do right.
     for name in ("twice", "of_builtins/max"):
         eager, captured = host_updates.of(name)
@@ -307,13 +306,14 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-@pytest.mark.spread(2, first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 3])
 def test_tensorboard(tmp_path: Path, accelerator: str, every: int) -> None:
     kwargs: dict[str, Any] = {
         "accelerator": accelerator,
         "log_every_n_steps": every,
         "val_check_interval": 4,
+        "max_epochs": 2,
     }
     found = []
     # Without the times of layers, which only one of them can have.
@@ -321,7 +321,7 @@ def test_tensorboard(tmp_path: Path, accelerator: str, every: int) -> None:
         logger = TensorBoardLogger(tmp_path / name)
         trace = train(make(Everything), tmp_path / name, callback, logger=logger, **kwargs)
         found.append(_scalars(tmp_path / name))
-    assert trace.counts.replayed >= 12
+    assert trace.counts.replayed >= 8
     assert found[0].keys() == found[1].keys()
     assert {"both_step", "both_epoch", "python_float_step", "val_loss", "clip_step"} <= found[0].keys()
     found = [{tag: repr(points) for tag, points in scalars.items()} for scalars in found]  # NaNs

@@ -405,6 +405,7 @@ def test_callbacks_inside_are_refused(tmp_path: Path, accelerator: str) -> None:
         fit(tmp_path, accelerator, build(GAN, True), callbacks=[LayerTimingsMonitor()])
 
 
+@pytest.mark.long
 def test_weight_that_changes_leads_to_another_capture(tmp_path: Path, accelerator: str) -> None:
     class Anneals(GAN):
         def on_train_epoch_start(self) -> None:

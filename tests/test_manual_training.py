@@ -244,9 +244,9 @@ def both(tmp_path: Path, accelerator: str, build: Any, **kwargs: Any) -> Trace:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("build", [GAN, Critics, Keeps, Accumulates, QLearner, PolicyLearner])
 def test_the_whole_step(tmp_path: Path, accelerator: str, build: Any, precision: Any) -> None:
-    run = both(tmp_path, accelerator, build, precision=precision, max_epochs=8)
+    run = both(tmp_path, accelerator, build, precision=precision, max_epochs=5)
     assert run.counts.captures == 1
-    assert (run.counts.warmed_up, run.counts.replayed) == (WARMUP, 8 * BATCHES - WARMUP)
+    assert (run.counts.warmed_up, run.counts.replayed) == (WARMUP, 5 * BATCHES - WARMUP)
     assert run.counts.eager == {}
 
 
@@ -473,8 +473,8 @@ class Weighs(GAN):
 
 
 def test_a_number_that_changes(tmp_path: Path, accelerator: str) -> None:
-    run = both(tmp_path, accelerator, Weighs)
-    assert run.counts.captures == 3
+    run = both(tmp_path, accelerator, Weighs, max_epochs=2)
+    assert run.counts.captures == 2
     assert any("weight" in reason for reason in run.counts.recaptures)
 
 

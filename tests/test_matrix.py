@@ -50,7 +50,7 @@ def _needs(case: Case) -> None:
         pytest.importorskip(package)
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", few(), ids=str)
 def test_never_wrong(case: Case, accelerator: str) -> None:
     _needs(case)
@@ -138,6 +138,7 @@ def test_wrong_without_the_mechanism(
 # Of the tests themselves: a change, where it comes, matters, and the judge sees it.
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("use", ["factor", "branch", "shape"])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_number_matters(mode: str, use: str, accelerator: str) -> None:

@@ -239,6 +239,7 @@ class KeepsAWeight(_Deferred):
         self.kept.update(next(self.parameters()).detach())
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics.*")
 @pytest.mark.parametrize(
     ("cls", "precision"),
@@ -262,6 +263,7 @@ def test_a_deferred_metric_sees_what_an_eager_one_sees(
     assert "`mean` (it needs a Python branch" in str(graph.summary)
 
 
+@pytest.mark.spread
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics.*")
 @pytest.mark.parametrize(
     ("cls", "message"),

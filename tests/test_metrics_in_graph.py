@@ -326,7 +326,7 @@ class Everyday(Watched):
         self.seen.append(self.accuracy.compute())
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @UNIMPORTANT
 @pytest.mark.parametrize("window", [1, 2])
 def test_everyday(tmp_path: Path, accelerator: str, window: int) -> None:
@@ -354,7 +354,7 @@ def test_captures_that_take_turns(
 
 @UNIMPORTANT
 def test_evaluation(tmp_path: Path, accelerator: str) -> None:
-    kwargs: dict[str, Any] = {"accelerator": accelerator, "val_check_interval": 4}
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "val_check_interval": 4, "max_epochs": 2}
     plain = train(make(Everyday), tmp_path / "plain", **kwargs)
     callback = CUDAGraphCallback(evaluation=True)
     graph = train(make(Everyday), tmp_path / "graph", callback, **kwargs)
@@ -740,11 +740,11 @@ class Meddles(Watched):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.kept.append((self.own.total, self.own.count, self.error.sum_squared_error))
-        if self.global_step == 9:
+        if self.global_step == 7:
             self.own.weight = 0.5
-        if self.global_step == 14:
+        if self.global_step == 12:
             self.error.set_dtype(torch.float64)
-        if self.global_step == 21:
+        if self.global_step == 17:
             one = torch.ones((), device=self.device)
             state = {"total": one, "count": 3 * one.long()}
             self.own.persistent(True)
@@ -755,7 +755,7 @@ class Meddles(Watched):
 
 
 def test_the_host_changes_a_metric(tmp_path: Path, accelerator: str) -> None:
-    _, graph = both(Meddles, tmp_path, accelerator, max_epochs=5)
+    _, graph = both(Meddles, tmp_path, accelerator, 9)
     assert on_host(graph) == {}
     assert len(graph.counts.recaptures) == 2
     assert "`weight` of `own`" in graph.counts.recaptures[0]

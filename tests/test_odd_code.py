@@ -438,7 +438,7 @@ SAME: list[type[Net]] = [
 ]
 
 
-@pytest.mark.spread
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("cls", SAME, ids=lambda cls: cls.__name__)
 def test_same(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
@@ -459,9 +459,9 @@ class LossWeightPerStep(Net):
 
 
 def test_what_changes_every_step_ends_without_a_graph(tmp_path: Path, accelerator: str) -> None:
-    kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 6}
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 5}
     plain = train(make(LossWeightPerStep), tmp_path / "plain", **kwargs)
-    graph = train(make(LossWeightPerStep), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
+    graph = train(make(LossWeightPerStep), tmp_path / "graph", CUDAGraphCallback(timings=None), **kwargs)
     assert_same(plain, graph)
     assert "`weight` of the `LossWeightPerStep` changed from" in graph.counts.recaptures[0]
     assert any("given up after 8 captures" in reason for reason in graph.counts.eager)
@@ -727,6 +727,7 @@ def test_a_fit_after_one_that_never_reached_our_hooks(tmp_path: Path, accelerato
     assert type(trainer.fit_loop.epoch_loop.automatic_optimization).__name__ == "_AutomaticOptimization"
 
 
+@pytest.mark.long
 def test_under_a_profiler(tmp_path: Path, accelerator: str) -> None:
     plain = train(make(Net), tmp_path / "plain", accelerator=accelerator)
     profiler = cProfile.Profile()

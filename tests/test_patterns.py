@@ -636,6 +636,7 @@ WORKS: list[tuple[Loop, list[int]]] = [
 ]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(("loop", "replays"), WORKS, ids=lambda case: getattr(case, "__name__", ""))
 def test_works(accelerator: str, loop: Loop, replays: list[int]) -> None:
     calls = both(loop, accelerator)
@@ -658,6 +659,7 @@ BREAKS: list[tuple[Loop, str, str]] = [
 ]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(("loop", "reason", "remedy"), BREAKS, ids=lambda c: getattr(c, "__name__", ""))
 def test_breaks(accelerator: str, loop: Loop, reason: str, remedy: str) -> None:
     """The form that no graph can hold is refused with a line and a remedy."""

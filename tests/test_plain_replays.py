@@ -407,6 +407,7 @@ def test_a_loader_ends_the_run(
     assert not differences(plain.fit_loop.state_dict(), graph.fit_loop.state_dict())
 
 
+@pytest.mark.long
 def test_ctrl_c(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def act(index: int, trainer: Any) -> None:
         if index == 9 and trainer.current_epoch == 1:

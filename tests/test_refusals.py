@@ -166,6 +166,7 @@ def test_weight_decay_changed_once(tmp_path: Path, accelerator: str) -> None:
     assert graph.counts.recaptures == ("`weight_decay` of param group 0 changed from 0.01 to 0.3",)
 
 
+@pytest.mark.long
 def test_parameters_frozen_at_an_epochs_start(tmp_path: Path, accelerator: str) -> None:
     class Freezes(Net):
         def on_train_epoch_start(self) -> None:

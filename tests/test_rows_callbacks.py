@@ -205,7 +205,7 @@ def test_batch_size_finder(tmp_path: Path, accelerator: str) -> None:
     became(done.graph, replayed=18, eager=ONE_SHAPE)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_gradient_accumulation_scheduler(tmp_path: Path, accelerator: str, watched: bool) -> None:
     setting = alone(lambda: GradientAccumulationScheduler({0: 1, 2: 2}))

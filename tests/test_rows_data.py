@@ -162,7 +162,7 @@ def test_names_that_differ_in_every_batch(tmp_path: Path, accelerator: str) -> N
     became(done.graph, replayed=2 * 9 - WARMUP)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [(1,), (8, 5), (8, 8, 5, 3)], ids=str)
 @pytest.mark.filterwarnings(SIZE)
 def test_batch_sizes(tmp_path: Path, accelerator: str, rows: tuple[int, ...]) -> None:
@@ -317,6 +317,7 @@ class _Iterable:
         return iter(numbers(7))
 
 
+@pytest.mark.long
 def test_an_iterable_that_is_no_loader(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, Net, on(_Iterable))
     became(done.graph, replayed=21 - WARMUP)
@@ -441,6 +442,7 @@ class _TransfersInData(_Transfers, _Data):
     pass
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SIZE)
 def test_transfer_hooks_of_a_module(tmp_path: Path, accelerator: str) -> None:
     data = [{"x": x, "y": y} for x, y in numbers(7)]
@@ -562,6 +564,7 @@ class KeepsBatches(Net):
         self.kept.append((outputs, batch))
 
 
+@pytest.mark.long
 def test_batches_and_outputs_that_hooks_keep(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, KeepsBatches)
     became(done.graph, replayed=18, eager={"another batch signature": 3})

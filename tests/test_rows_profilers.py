@@ -43,7 +43,7 @@ class Kept:
         return {"profiler": self.made}
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_simple(tmp_path: Path, accelerator: str, watched: bool) -> None:
     kept = Kept(SimpleProfiler)

@@ -763,7 +763,7 @@ def _validates_in_between(trainer: pl.Trainer, module: Any, *loaders: Any, **kwa
     trainer.validate(module, loaders[1], verbose=False)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("fit", [_twice, _validates_in_between])
 def test_fit_twice(tmp_path: Path, accelerator: str, fit: Callable[..., None]) -> None:
     done = row(tmp_path, accelerator, fit=fit)
@@ -808,7 +808,7 @@ def _callback(name: str) -> CUDAGraphCallback | None:
     }[name]()
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("step", [12, 16], ids=["mid-epoch", "epoch's end"])
 @pytest.mark.parametrize("weights_only", [False, True], ids=["all", "weights_only"])
 @pytest.mark.filterwarnings(
@@ -910,6 +910,7 @@ def test_several_optimizers_fail_without_us_too(tmp_path: Path, accelerator: str
     assert "multiple optimizers is only supported with manual optimization" in errors[0]
 
 
+@pytest.mark.long
 def test_anomalies(tmp_path: Path, accelerator: str) -> None:
     kwargs: dict[str, Any] = {"detect_anomaly": True}
     refused(tmp_path, accelerator, match=r"`Trainer\(detect_anomaly=True\)`", **kwargs)

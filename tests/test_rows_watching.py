@@ -160,7 +160,7 @@ def test_progress_bars(
     assert bar == "rich" or len(shown_graph) > 48
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_lambda_callback_on_the_host(tmp_path: Path, accelerator: str, watched: bool) -> None:
     """Hooks made of functions log, move the learning rate, and replace a parameter's memory."""

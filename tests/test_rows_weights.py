@@ -53,7 +53,7 @@ def swa(**kwargs: Any) -> Callable[[Path], dict[str, Any]]:
     }
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("annealing", ["cos", "linear"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -243,15 +243,15 @@ def test_pruning(tmp_path: Path, accelerator: str, name: str, watched: bool) -> 
                     ]
                 super().setup(trainer, pl_module, stage)
 
-        return {"callbacks": (Pruning(**PRUNINGS[name]),), "max_epochs": 4}
+        return {"callbacks": (Pruning(**PRUNINGS[name]),)}
 
     done = row(tmp_path, accelerator, Sees if watched else Steady, setting, watched=watched)
     became(
         done.graph,
-        replayed=16,
-        captures=4,
-        because=["`features.0`"] * 3,
-        eager={RAGGED: 4},
+        replayed=12,
+        captures=3,
+        because=["`features.0`"] * 2,
+        eager={RAGGED: 3},
     )
 
 
@@ -330,6 +330,7 @@ def test_many_together(tmp_path: Path, accelerator: str, position: int) -> None:
     )
 
 
+@pytest.mark.long
 def test_copies_of_a_module_that_is_trained(tmp_path: Path, accelerator: str) -> None:
     """What SWA and EMA do when they start works in the middle of a run too."""
 

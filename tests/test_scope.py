@@ -283,6 +283,7 @@ class Watches(Callback):
         self.norms.append(float(pl_module.head.weight.grad.norm()))
 
 
+@pytest.mark.long
 def test_a_callback_before_the_optimizers_step(tmp_path: Path, accelerator: str) -> None:
     watchers = [Watches(), Watches()]
     plain = train(make(Net), tmp_path / "plain", accelerator=accelerator, callbacks=(watchers[0],))

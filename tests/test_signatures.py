@@ -78,7 +78,7 @@ def both(
     return runs[1]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_lengths_that_alternate(tmp_path: Path, accelerator: str, watched: bool) -> None:
     """All three have had their warm-up by the time that the first has a graph."""
@@ -102,6 +102,7 @@ def test_a_later_length_earns_its_graph(tmp_path: Path, accelerator: str, watche
     assert run.counts.replayed == len(lengths) - 3 - WATCHED - 3 - TO_EARN
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SIZE)
 def test_the_ragged_batch_of_many_epochs(tmp_path: Path, accelerator: str) -> None:
     epochs = TO_EARN + WATCHED + 2
@@ -126,12 +127,12 @@ def test_more_lengths_than_graphs(tmp_path: Path, accelerator: str) -> None:
 
 def test_the_least_recently_used_is_released(tmp_path: Path, accelerator: str) -> None:
     """Lengths that grow in the course of training."""
-    lengths = [length for length in (4, 5, 6, 7, 8) for _ in range(16)]
+    lengths = [length for length in (4, 5, 6, 7) for _ in range(14)]
     callback = CUDAGraphCallback(max_graphs=2)
     run = both(tmp_path, accelerator, lengths, callback, max_epochs=1)
-    assert (run.counts.captures, run.counts.evictions) == (5, 3)
-    assert sum(run.counts.eager.values()) == 4 * TO_EARN
-    assert "released for others 3 time(s)" in str(run.summary)
+    assert (run.counts.captures, run.counts.evictions) == (4, 2)
+    assert sum(run.counts.eager.values()) == 3 * TO_EARN
+    assert "released for others 2 time(s)" in str(run.summary)
 
 
 @pytest.mark.long
@@ -169,12 +170,11 @@ def test_windows_of_mixed_lengths(tmp_path: Path, accelerator: str, window: int,
         lengths,
         watched=watched,
         ragged=True,
-        max_epochs=3,
         accumulate_grad_batches=window,
         gradient_clip_val=0.1,
     )
     assert run.counts.captures >= 2 * window
-    assert run.counts.replayed >= 40
+    assert run.counts.replayed >= 25
     assert run.counts.recaptures == ()
 
 
@@ -239,10 +239,10 @@ class Changes(Reader):
 
 
 def test_a_changed_number_invalidates_all(tmp_path: Path, accelerator: str) -> None:
-    run = both(tmp_path, accelerator, [5, 9, 7] * 10, build=Changes, max_epochs=3)
-    assert run.counts.captures == 9
-    assert len(run.counts.recaptures) == 2
-    assert all("`scale`" in reason for reason in run.counts.recaptures)
+    run = both(tmp_path, accelerator, [5, 9, 7] * 6, build=Changes)
+    assert run.counts.captures == 6
+    assert len(run.counts.recaptures) == 1
+    assert "`scale`" in run.counts.recaptures[0]
 
 
 class Quiet(Reader):

@@ -609,7 +609,7 @@ class TrainersEpoch(Scaled):
         return 0.5 if self.trainer.current_epoch == 1 else 2.0
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("cls", [PerEpoch, TrainersEpoch])
 def test_a_graph_for_each_epoch(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
@@ -907,7 +907,7 @@ def test_names_that_are_none(harmless: Any) -> None:
 
 def test_a_walk_has_an_end() -> None:
     deep: list[Any] = []
-    wide = [[i] for i in range(50_000)]
+    wide = [[i] for i in range(20_000)]
     for _ in range(1000):
         deep = [deep]
     held = [deep, wide, TRAP, Odd()]
@@ -916,7 +916,7 @@ def test_a_walk_has_an_end() -> None:
     wide.append([1])
     assert [change.name for change in state.changes()] == ["it[1]"]
     state.put_back()
-    assert len(wide) == 50_000
+    assert len(wide) == 20_000
     state.release()
 
 

@@ -384,6 +384,7 @@ REFUSED: dict[type[Loop], str] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("loop", REFUSED, ids=lambda loop: loop.__name__)
 def test_refused(accelerator: str, loop: type[Loop]) -> None:
     one = loop(device_of(accelerator))

@@ -197,6 +197,7 @@ def test_without_a_rule_the_numbers_are_others(
     _run(tmp_path, accelerator, 8, raises=VerificationError, verify=Verification(every_n_steps=1))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("useful", "times", "said"),
     [
