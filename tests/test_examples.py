@@ -125,7 +125,7 @@ def test_example(
     ("name", "package", "fewer"),
     [
         ("bert", "transformers", ["--data.max_passages=16"]),
-        ("digits", "sklearn", ["--data.batch_size=16"]),
+        pytest.param("digits", "sklearn", ["--data.batch_size=16"], marks=pytest.mark.long),
         ("dlrm", "torch", ["--data.train_batches=6"]),
         pytest.param("ppo", "torch", ["--model.carts=24"], marks=pytest.mark.long),
         pytest.param("gan", "torch", ["--model.width=16"], marks=pytest.mark.long),
