@@ -65,6 +65,8 @@ class RunContext:
         on_capture: called after each capture with the step and its host time in milliseconds.
         earns_graphs: signatures after the first earn their graphs, and replace the least recently used
             ones; otherwise the first ones get them.
+        tries_streams_together: the processes of a group try numbers of streams together; otherwise they
+            take one.
         is_examined: True if one more step is taken and examined before the error of a capture is raised.
     """
 
@@ -83,6 +85,7 @@ class RunContext:
     counts: StepCounts = field(default_factory=StepCounts)
     is_examined: bool = False
     earns_graphs: bool = False
+    tries_streams_together: bool = False
     verifier: Verifier = field(init=False)
     signatures: Signatures = field(init=False)
 

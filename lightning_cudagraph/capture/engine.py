@@ -67,7 +67,8 @@ class StepEngine(Generic[T]):
         self._without_graphs: list[str] = []
         graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device, run.signatures, reads)
         warm_ups = WarmUps(run.settings.warmup_steps)
-        streams = StreamChoice(run.backend, run.settings.streams, run.agreement)
+        together = run.agreement if run.tries_streams_together else None
+        streams = StreamChoice(run.backend, run.settings.streams, together)
         engine = self._context = EngineContext(run, guards, graphs, warm_ups, is_settled, streams)
         self.graphs, self._warm_ups, self._copies = graphs, warm_ups, engine.copies
         self._streams, self._compiled = streams, engine.compiled

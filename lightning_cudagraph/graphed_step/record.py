@@ -197,10 +197,8 @@ class StepRecorder:
                 alone = "" if self._are_agreed else _ALONE
                 stack.enter_context(CollectiveRules(alone, _PASS_IT))
             stack.enter_context(self.carried.inside(lambda: ""))
-            if capturing:  # each trial of a number of streams begins as the step does
-                stack.enter_context(self._replicas.undone())
             returned = arguments.call(self._function, batch)
-            left = self._replicas.left()
+        left = self._replicas.left()
         host_notes.append(lambda: self._replicas.leave(left))
         refuse_odd_outputs(returned, "the output of the step")
         drops, adds = habits.parameters()

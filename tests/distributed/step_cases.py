@@ -134,7 +134,7 @@ class Plain:
         return history, step
 
 
-def same_loops(here: Here, loop: Callable[[Here], Plain], replays: int) -> GraphedStep[..., Any]:
+def _same(here: Here, loop: Callable[[Here], Plain], replays: int) -> GraphedStep[..., Any]:
     """Fail unless the loop with graphs equals the one without, with the expected number of replays."""
     plain, _ = loop(here).run(graphed=False)
     graphed, step = loop(here).run(graphed=True)
@@ -146,7 +146,7 @@ def same_loops(here: Here, loop: Callable[[Here], Plain], replays: int) -> Graph
 
 def plain_loop(here: Here) -> None:
     """Dropout, and batch norm with broadcast buffers."""
-    step = same_loops(here, Plain, STEPS - WARM_UP)
+    step = _same(here, Plain, STEPS - WARM_UP)
     assert step.summary.calls.captures == 1, step.summary
     assert not step.summary.calls.eager, step.summary
 
@@ -159,7 +159,7 @@ class InBuckets(Plain):
 
 def plain_loop_in_buckets(here: Here) -> None:
     """Gradients lie in the wrapper's own memory."""
-    same_loops(here, InBuckets, STEPS - WARM_UP)
+    _same(here, InBuckets, STEPS - WARM_UP)
 
 
 class Accumulates(Plain):
@@ -186,7 +186,7 @@ class Accumulates(Plain):
 
 def accumulated(here: Here) -> None:
     """Three graphs: calls that broadcast buffers, calls that do not, and calls that average."""
-    step = same_loops(here, Accumulates, 12)
+    step = _same(here, Accumulates, 12)
     assert step.summary.calls.captures == 3, step.summary
 
 
@@ -206,7 +206,7 @@ class AccumulatesInside(Plain):
 
 def accumulated_inside(here: Here) -> None:
     """One graph, which averages once."""
-    step = same_loops(here, AccumulatesInside, STEPS - WARM_UP)
+    step = _same(here, AccumulatesInside, STEPS - WARM_UP)
     assert step.summary.calls.captures == 1, step.summary
 
 
@@ -225,7 +225,7 @@ class Validates(Plain):
 
 def validated(here: Here) -> None:
     """Calls after a validation get a graph of their own after enough warm-up."""
-    step = same_loops(here, Validates, 18 - 1)
+    step = _same(here, Validates, 18 - 1)
     assert step.summary.calls.captures == 2, step.summary
 
 
@@ -238,7 +238,7 @@ class OddBatch(Plain):
 
 def another_shape(here: Here) -> None:
     """All make that call eagerly, and keep their graph."""
-    step = same_loops(here, OddBatch, STEPS - WARM_UP - 2)
+    step = _same(here, OddBatch, STEPS - WARM_UP - 2)
     assert step.summary.calls.captures == 1, step.summary
     assert not step.summary.calls.recaptures, step.summary
 
@@ -259,7 +259,7 @@ class OtherDropout(Plain):
 
 def a_guard_in_one_process(here: Here) -> None:
     """All re-capture."""
-    step = same_loops(here, OtherDropout, STEPS - WARM_UP - 3)
+    step = _same(here, OtherDropout, STEPS - WARM_UP - 3)
     assert step.summary.calls.captures == 2, step.summary
     assert "(rank 1)" in step.summary.calls.recaptures[0] or here.rank == 1, step.summary
 
@@ -283,7 +283,7 @@ def a_capture_that_one_refuses(here: Here) -> None:
     with pytest.raises(UnsupportedError, match=r"\.item\(\)") as caught:
         ReadsOnOne(here).run(graphed=True)
     assert str(caught.value).startswith("On rank 1: ") == (here.rank == 0), caught.value
-    step = same_loops(here, ReadsOnOneAndGoesOn, 0)
+    step = _same(here, ReadsOnOneAndGoesOn, 0)
     assert any(".item()" in reason for reason in step.summary.calls.eager), step.summary
 
 
@@ -485,7 +485,7 @@ class Teacher(Plain):
 
 def a_teacher_without_gradients(here: Here) -> None:
     """The capture does not wait for its first average."""
-    same_loops(here, Teacher, STEPS - WARM_UP)
+    _same(here, Teacher, STEPS - WARM_UP)
 
 
 class AlternatesOnOne(Plain):
@@ -536,7 +536,7 @@ def different_arguments(here: Here) -> None:
         match=r"argument `verify`: .*replays=0, .* on rank 0, .*replays=1, .* on rank 1",
     ):
         DifferentArguments(here).run(graphed=True)
-    same_loops(here, SameArguments, 0)
+    _same(here, SameArguments, 0)
 
 
 class AnotherBackend(Plain):
@@ -558,7 +558,7 @@ def another_backend_in_one(here: Here) -> None:
     """Reported in all, if both have graphs. Without graphs in all processes it makes no difference."""
     other = "emulator" if here.accelerator == "gpu" else "cuda"
     _ends_all(here, AnotherBackend(here, other), ConfigurationError, "where the step runs")
-    same_loops(here, WithoutGraphs, 0)
+    _same(here, WithoutGraphs, 0)
 
 
 def _on_gpus(patch: pytest.MonkeyPatch) -> None:
@@ -641,7 +641,7 @@ def wrappers_that_are_refused(here: Here) -> None:
         with pytest.raises(UnsupportedError, match=f"(?s){reason}"):
             loop(here).run(graphed=True)
         goes_on = type("GoesOn", (loop,), {"kwargs": {"on_unsupported": "eager"}, "steps": 3})
-        assert reason in str(same_loops(here, goes_on, 0).summary)
+        assert reason in str(_same(here, goes_on, 0).summary)
 
 
 def unequal_batches(here: Here) -> None:
@@ -778,7 +778,7 @@ def a_step_of_one_process(here: Here) -> None:
     if here.rank == 1:
         _join(here)
         return
-    step = same_loops(here, OnOneAlone, STEPS - 3)
+    step = _same(here, OnOneAlone, STEPS - 3)
     assert step.summary.calls.captures == 1, step.summary
 
 
@@ -819,7 +819,7 @@ class WithFabric(Accumulates):
 
 def fabric_accumulated(here: Here) -> None:
     """As in `examples/fabric_ddp.py`, with the optimizer outside."""
-    step = same_loops(here, WithFabric, 12)
+    step = _same(here, WithFabric, 12)
     assert step.summary.calls.captures == 3, step.summary
 
 
@@ -846,7 +846,7 @@ class FabricInOne(WithFabric):
 
 def fabric_in_one(here: Here) -> None:
     """Mixed precision, and clipping in the graph."""
-    step = same_loops(here, FabricInOne, STEPS - WARM_UP)
+    step = _same(here, FabricInOne, STEPS - WARM_UP)
     assert step.summary.calls.captures == 1, step.summary
 
 
@@ -875,7 +875,7 @@ def the_example_of_fabric(here: Here) -> None:
 
 def fabric_in_fp16(here: Here) -> None:
     """Losses are scaled; all processes see the same overflows."""
-    same_loops(here, FabricInFp16, STEPS - WARM_UP)
+    _same(here, FabricInFp16, STEPS - WARM_UP)
 
 
 class Compressed(Plain):
@@ -888,7 +888,7 @@ class Compressed(Plain):
 
 def plain_loop_compressed(here: Here) -> None:
     """A hook without state."""
-    same_loops(here, Compressed, STEPS - WARM_UP)
+    _same(here, Compressed, STEPS - WARM_UP)
 
 
 class HookedLater(Plain):
@@ -907,7 +907,7 @@ class WithOwnHookLater(HookedLater):
 
 def a_hook_in_the_middle_of_the_loop(here: Here) -> None:
     """Calls with it are another specialization, with graphs of its own or none."""
-    same_loops(here, HookedLater, STEPS - WARM_UP - 3)
+    _same(here, HookedLater, STEPS - WARM_UP - 3)
     plain, _ = WithOwnHookLater(here).run(graphed=False)
     for unsupported in ("raise", "eager"):
         loop = WithOwnHookLater(here)
@@ -927,7 +927,7 @@ class SharedBatchNorm(Plain):
 
 def plain_loop_with_shared_batch_norm(here: Here) -> None:
     """All of them in the graph."""
-    same_loops(here, SharedBatchNorm, STEPS - WARM_UP)
+    _same(here, SharedBatchNorm, STEPS - WARM_UP)
 
 
 class OnTheDefaultStream(Plain):
@@ -943,12 +943,12 @@ def a_wrapper_on_the_default_stream(here: Here) -> None:
     reason = "on the default stream, where something that keeps its nodes, such as a `Distributed"
     with pytest.raises(UnsupportedError, match=f"(?s){reason}"):
         OnTheDefaultStream(here).run(graphed=True)
-    same_loops(here, Plain, STEPS - WARM_UP)
+    _same(here, Plain, STEPS - WARM_UP)
 
 
 def expandable_segments(here: Here) -> None:
     """On GPUs: NCCL is told not to register buffers."""
-    same_loops(here, Plain, STEPS - WARM_UP)
+    _same(here, Plain, STEPS - WARM_UP)
 
 
 def expandable_segments_alone(here: Here) -> None:

@@ -16,7 +16,6 @@ from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.device.streams.branches import SentBackError
 from tests.distributed.cases import BUCKETS, Here
-from tests.distributed.step_cases import STEPS, WARM_UP, Plain, same_loops
 from tests.harness import Net, Trace, assert_same
 
 
@@ -30,22 +29,6 @@ class Branched(Net):
     def forward(self, x: Tensor) -> Tensor:
         sides = [nn.functional.dropout(side(x), 0.2).tanh() for side in self.sides]
         return super().forward(x) + torch.stack(sides).sum(0)
-
-
-class Sides(nn.Module):
-    """The same for a plain loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sides = nn.ModuleList(nn.Linear(6, 4) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([nn.functional.dropout(side(x), 0.2).tanh() for side in self.sides]).sum(0)
-
-
-class PlainSides(Plain):
-    def make(self) -> nn.Module:
-        return Sides()
 
 
 @contextmanager
@@ -77,13 +60,6 @@ def streams_are_chosen_by_the_slowest(here: Here) -> None:
         assert "streams, 1.25 times as fast as on one" in _chosen(here, "several", plain)
     with _seconds(here, 0.5, 1.1):
         assert "captured on 1 stream: " in _chosen(here, "one", plain)
-
-
-def streams_of_a_graphed_step(here: Here) -> None:
-    """The same in a plain loop: each trial begins with the wrapper as the step does."""
-    with _seconds(here, 0.5, 0.8):
-        step = same_loops(here, PlainSides, STEPS - WARM_UP)
-    assert "streams, 1.25 times as fast as on one" in str(step.summary), step.summary
 
 
 def a_trial_that_one_cannot_capture(here: Here) -> None:

@@ -8,11 +8,7 @@ import pytest
 
 from tests.distributed.launch import assert_cases_of
 
-CASES = (
-    "streams_are_chosen_by_the_slowest",
-    "streams_of_a_graphed_step",
-    "a_trial_that_one_cannot_capture",
-)
+CASES = ("streams_are_chosen_by_the_slowest", "a_trial_that_one_cannot_capture")
 
 
 @pytest.mark.long

@@ -108,6 +108,7 @@ class GraphedTraining:
             self._announce,
             agreement=agreement,
             earns_graphs=True,
+            tries_streams_together=True,
             is_examined=settings.is_examined,
             learning_rates=lambda: self._part.optimizer.learning_rates(),
             narrow=lambda error: self._part.step_eagerly(error) or narrow(error),
