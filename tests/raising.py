@@ -54,12 +54,12 @@ class AsksMath(Checks):
 
 class Distributes(Checks):
     def check(self, x: Tensor) -> None:
-        Normal(x.mean(), torch.ones_like(x.mean()))
+        Normal(x.mean(), torch.ones_like(x.mean()), validate_args=True)
 
 
 class ChoosesAnAction(Checks):
     def check(self, x: Tensor) -> None:
-        actions = Categorical(logits=x)
+        actions = Categorical(logits=x, validate_args=True)
         self.log("chosen", actions.log_prob(x.argmax(1)).mean())
 
 
@@ -166,7 +166,7 @@ class Catches(Checks):
 class Suppresses(Checks):
     def check(self, x: Tensor) -> None:
         with contextlib.suppress(ValueError):
-            Categorical(logits=x)
+            Categorical(logits=x, validate_args=True)
 
 
 class Skips(Checks):

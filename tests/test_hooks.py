@@ -714,10 +714,7 @@ def test_clipping_that_asks_for_finite_gradients(tmp_path: Path, accelerator: st
     )
     assert done.graph.counts.replayed >= 14
     assert done.graph.callback is not None
-    report = str(done.graph.callback.summary)
-    line = ClipsStrictly.configure_gradient_clipping.__code__.co_firstlineno + 1
-    assert "and the optimizer steps eagerly" in report
-    assert f"test_hooks.py:{line} (`nn.utils.clip_grad_norm_(" in report
+    assert "the optimizer steps eagerly" not in str(done.graph.callback.summary)
 
 
 @pytest.mark.long

@@ -96,7 +96,7 @@ def test_message(tmp_path: Path, accelerator: str) -> None:
     assert re.fullmatch(
         r"In replay \d+ \(.*\), a check on the host failed. A plain run raises there:", lines[0]
     )
-    assert "(`actions = Categorical(logits=x)`)" in lines[1]
+    assert "(`actions = Categorical(logits=x, validate_args=True)`)" in lines[1]
     assert re.match(r"  which comes to .*distribution.py:\d+ \(`if not torch._is_all_true", lines[2])
     assert lines[3].startswith("A replay raises nothing: this step has run to its end")
 

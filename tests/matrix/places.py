@@ -694,7 +694,7 @@ class ShapeOfAnArray(Place, name="shape of a NumPy array"):
         return float(self.held.shape[0])
 
     def write(self, number: float) -> None:
-        self.held.shape = (int(number), 6 // int(number))
+        self.held.resize((int(number), 6 // int(number)), refcheck=False)
 
 
 class LargeNumPy(_ByKey, name="NumPy array of 16 KB"):
