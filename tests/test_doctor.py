@@ -71,7 +71,8 @@ class Planted(Net):
         return loss + 0 * (highest + len(parts) + len(wrong) + total)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.head.weight.grad.norm() > 1e9:  # FIND hook
+        explodes = self.head.weight.grad.norm().item() > 1e9  # FIND hook
+        if explodes:
             raise ValueError("the gradient explodes")
 
 
@@ -276,7 +277,7 @@ def test_arguments_of_the_callback_hold(accelerator: str) -> None:
 class OnlyTheHook(Net):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.head.weight.grad.norm() > 1e9:
-            raise ValueError("the gradient explodes")
+            self.head.weight.grad.zero_()
 
 
 class Moving(Kept):
