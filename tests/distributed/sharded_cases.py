@@ -330,9 +330,8 @@ class Reading(ShardedNet):
             hidden.register_hook(self._read)
         return self.head(hidden)
 
-    def _read(self, gradient: Tensor) -> None:
-        if gradient.sum().item() > 1e9:
-            raise ValueError
+    def _read(self, gradient: Tensor) -> Tensor | None:
+        return gradient * 0 if gradient.sum().item() > 1e9 else None
 
 
 class ReadingInBackward(Reading):
