@@ -420,7 +420,7 @@ OTHERS = [
 
 
 def wrong(case: Case) -> str:
-    """What is wrong with what is found for a case; empty if it is right."""
+    """The difference from the expected branch of a case, in words; empty if there is none."""
     branch, is_raised = run(case, 0)
     others, is_raised_for_1 = run(case, 1)
     if case in OTHERS:

@@ -36,7 +36,13 @@ _NUMBERS = (bool, int, float)
 
 @dataclass(frozen=True)
 class RaisingBranch:
-    """A branch on a value that the host reads: what becomes of the value, and the way that raises."""
+    """A branch on a value that the host reads, one way of which raises an exception.
+
+    Attributes:
+        steps: the functions that the value passes on its way to the jump.
+        numbers: those that it is compared with.
+        raises_if: the truth at the jump with which the exception is raised.
+    """
 
     steps: tuple[Callable[[Any], Any], ...]
     numbers: tuple[Any, ...]

@@ -60,7 +60,7 @@ class ModulesRun:
     Attributes:
         on: a training step is under way, and no call of one of the modules that is watched.
         step: the number of the step.
-        calls: what became of the calls in it; why, of an eager one.
+        calls: the phase of each call in that step, and the reason of an eager one.
         retired: graphs that are invalid, and may still be in use.
     """
 

@@ -1,7 +1,7 @@
-"""Getters of settings: functions without arguments that a step asks, such as `torch.get_num_threads()`.
+"""Getters of settings: functions without arguments that a step calls, such as `torch.get_num_threads()`.
 
-What they return is kept where no walk over objects comes: in the process, in a thread, in a library
-written in C. So they are asked again before every replay.
+A setting lies where no walk over objects comes: in the process, in a thread, in a library written in C.
+So its getter is called again before every replay.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from lightning_cudagraph.checks.walk.host_objects import VALUES
 
-# Of a call of anything else it is not known that it changes nothing.
-_ASKS = re.compile(r"(get|is|are|has)(?!attr|item)")
+# Nothing tells of other functions that a call changes nothing. `isenabled` is a getter, `issue` is none.
+_ASKS = re.compile(r"(get|is(?!su|ol)|are_|has_)(?!attr|item)")
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_METHOD")
 
 
