@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from lightning_cudagraph.capture.context import EngineContext
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.invalidation import Invalidation
+from lightning_cudagraph.capture.late_effects import LateEffects
 from lightning_cudagraph.capture.steps import Step, T
 from lightning_cudagraph.checks.guards.remedies import kind_of
 from lightning_cudagraph.checks.verify.tape import TapeDifference
@@ -45,19 +45,16 @@ def replay_verified(
     """
     backend, verifier, is_alone = engine.run.backend, engine.run.verifier, engine.run.agreement is None
     replays = 0
-
-    def undone() -> AbstractContextManager[None]:
-        # The first verifications have learned the host effects of every step. They are undone only
-        # in a recheck, after a change that the step may depend on.
-        return engine.guards.effects.undone() if suspicion and is_alone else nullcontext()
+    effects = LateEffects(engine)
 
     def rehearse(batch: Any) -> T:
         return step.record(batch, None, timed=False)
 
     def eagerly(rehearse: Callable[[Any], T] = rehearse) -> dict[str, Tensor]:
-        with step.transaction(), backend.on_side_stream(), undone():
+        with step.transaction(), backend.on_side_stream():
             captured.static.copy_from(step.batch)
-            return captured.run_eagerly(rehearse).values()
+            with effects.refused(known, verifier.unchecked(captured)):
+                return captured.run_eagerly(rehearse).values()
 
     def replay() -> tuple[T, dict[str, Tensor]]:
         nonlocal replays
@@ -89,12 +86,15 @@ def replay_verified(
     outputs: T | None = None
     try:
         state = step.all_state(captured.written)
+        gradients = {str(i): gradient for i, (_, gradient) in enumerate(before) if gradient is not None}
+        known = {**state, **gradients}
+        ways = eagerly, replay, not captured.is_checked_apart, trace
         if captured.is_checked_apart:
             # The verification skips graph breaks; the step itself is replayed after it.
             with captured.gradients.kept():
-                verifier.check(captured, state, eagerly, replay, False, trace, suspicion)
+                verifier.check(captured, state, *ways, suspicion, effects.words)
         else:
-            outputs = verifier.check(captured, state, eagerly, replay, True, trace, suspicion)
+            outputs = verifier.check(captured, state, *ways, suspicion, effects.words)
     except UnsupportedError as error:
         if not is_alone and not isinstance(error, VerificationError):
             raise  # the other processes are in the middle of the verification

@@ -9,8 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
-from lightning_cudagraph.tensors.writes import storage_id, tensors_in
+from lightning_cudagraph.tensors.local import is_around_another
+from lightning_cudagraph.tensors.writes import storage_id, tensors_in, written_by
 
 
 class _Device(Protocol):
@@ -44,6 +47,11 @@ class KeptMemory:
         """After an op: the storages of its results that are not older were made inside."""
         self.made_inside.update(key for t in tensors if (key := storage_id(t)) not in self._saved)
 
+    @property
+    def has_any(self) -> bool:
+        """True if something was copied."""
+        return bool(self._saved)
+
     def put_back(self) -> None:
         with torch.no_grad():
             # Two storages may share memory (`from_dlpack`): the copy saved first holds the state before.
@@ -65,6 +73,45 @@ class _Keeping(OwnDispatchMode):
         self._memory.before(_with_memory(args, kwargs))
         result = func(*args, **kwargs)
         self._memory.after(_with_memory(result))
+        return result
+
+
+class UnknownWrites(OwnDispatchMode):
+    """Finds writes into memory that is older than a run and not known, and undoes them.
+
+    Args:
+        device_type: that of the run.
+        known: tensors that may be written.
+
+    Attributes:
+        first: the op of the first such write, with the user's line; empty if there is none.
+    """
+
+    def __init__(self, device_type: str, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._memory = KeptMemory()
+        self._memory.made_inside.update(map(storage_id, known))
+        self.first = ""
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._memory.put_back()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(map(is_around_another, types)):
+            return NotImplemented  # comes again, as ops on the inner tensors
+        kwargs = kwargs or {}
+        self._memory.before(_with_memory(written_by(func, args, kwargs)))
+        if self._memory.has_any and not self.first:
+            where = user_location()
+            self.first = f"`{func}`" + (f" at {where}" if where else "")
+        with reaching(func, self._device_type):
+            result = func(*args, **kwargs)
+        inputs = {storage_id(tensor) for tensor in _with_memory(args, kwargs)}
+        self._memory.after(t for t in _with_memory(result) if storage_id(t) not in inputs)
         return result
 
 

@@ -19,7 +19,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
-from lightning_cudagraph.checks.audit.step_audit import step_audit
+from lightning_cudagraph.checks.audit.step_audit import is_audited, step_audit
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.errors import CaptureError
@@ -182,15 +182,16 @@ class StepRecorder:
         host_notes: list[Callable[[], object]] = []
         with ExitStack() as stack:
             stack.enter_context(self._framework.noted(host_notes))
-            if capturing:
+            if is_audited(capturing):
                 trainer = next(iter(self._framework.around.values()), None)
                 audit = step_audit(self._model, trainer, self._device, self._rules, self._handed)
                 mentioned = stack.enter_context(audit).mentioned
-                guards.mentioned.append(mentioned)
                 name = getattr(self._function, "__qualname__", "the step")
                 handed = {"__name__": name, **self._handed}
                 mentioned.user_globals += [(handed, name) for name in self._handed]
                 stack.enter_context(self._framework.reads(mentioned))
+                if capturing:
+                    guards.mentioned.append(mentioned)
             stack.enter_context(_trained_as_before(self.parameters()))
             stack.enter_context(self._optimizers.running(capturing))
             if is_in_group():

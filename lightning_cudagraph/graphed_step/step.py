@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.context import CaptureSettings
+from lightning_cudagraph.capture.late_effects import is_rehearsing
 from lightning_cudagraph.capture.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.checks.unsupported_modules import refuse_nameless
 from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification
@@ -349,7 +350,7 @@ class GraphedStep(Generic[P, R]):
 
 def _is_nested() -> bool:
     """True inside another step, or that of the callback: the call is a part of it."""
-    return getattr(_inside, "step", None) is not None or is_capturing()
+    return getattr(_inside, "step", None) is not None or is_capturing() or is_rehearsing()
 
 
 class _Modules(nn.Module):

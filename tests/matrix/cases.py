@@ -56,6 +56,8 @@ def few() -> list[Case]:
         for name in ("sqlite3", "key of the optimizer's state")
     ]
     cases.append(Case("counter: attribute of the optimizer", mode="step"))
+    cases += [late(name, "train") for name in ("file", "sqlite3", "random.Random", "generator")]
+    cases += [late("buffer of a module in a list", mode) for mode in MODES]
     return cases
 
 
@@ -69,6 +71,12 @@ def places(name: str, modes: tuple[Mode, ...] = MODES) -> Iterator[Case]:
             yield Case(name, moment, mode, UNCHECKED, "factor")
 
 
+def late(name: str, mode: Mode) -> Case:
+    """An effect that begins after the capture."""
+    moment = "between two calls" if mode == "step" else "batch start of a callback"
+    return Case(name, moment, mode, UNCHECKED, changes=1)
+
+
 def effects(name: str, modes: tuple[Mode, ...] = MODES) -> Iterator[Case]:
     """All cases of an effect."""
     for mode in modes:
@@ -76,6 +84,7 @@ def effects(name: str, modes: tuple[Mode, ...] = MODES) -> Iterator[Case]:
             continue
         yield Case(name, "", mode, DEFAULT)
         yield Case(name, "", mode, UNCHECKED)
+        yield late(name, mode)
         if mode != "evaluate":
             yield Case(name, "", mode, UNCHECKED, where="gradient hook")
             yield Case(name, "", mode, DEFAULT, where="pre-hook of the optimizer")

@@ -24,7 +24,7 @@ class Case:
 
     Attributes:
         name: of the place, or of the effect.
-        moment: of the change of the place; none for an effect.
+        moment: of the change of the place, or of the beginning of a late effect; none for others.
         mode: the kind of step that is graphed.
         setting: the settings of its graphs.
         use: the way in which the place's number enters the loss.
@@ -44,7 +44,10 @@ class Case:
 
     @property
     def kind(self) -> type[Place] | type[Effect]:
-        return PLACES[self.name] if self.moment else EFFECTS[self.name]
+        if self.name in PLACES:
+            return PLACES[self.name]
+        kind = EFFECTS[self.name]
+        return type(f"Late{kind.__name__}", (kind,), {"waits": True}) if self.moment else kind
 
     def __str__(self) -> str:
         parts = [self.name, self.moment or self.where]
@@ -100,15 +103,17 @@ def _plain_run(case: Case, accelerator: str, *, own: bool) -> Record:
     """
     if own:
         return case.run(None, accelerator)
-    key = (case.moment or case.name, case.mode, case.use, case.where, case.changes, accelerator)
+    is_place = case.name not in EFFECTS
+    name = "" if is_place else case.name
+    key = (name, case.moment, case.mode, case.use, case.where, case.changes, accelerator)
     if key not in _plain:
-        _plain[key] = case.run(None, accelerator, "attribute" if case.moment else "")
+        _plain[key] = case.run(None, accelerator, "attribute" if is_place else "")
     return _plain[key]
 
 
 def _differences(case: Case, record: Record, accelerator: str) -> list[str]:
     shared = differences(_plain_run(case, accelerator, own=False).left, record.left)
-    if not shared or not case.moment:
+    if not shared or case.name in EFFECTS:
         return shared
     return differences(_plain_run(case, accelerator, own=True).left, record.left)
 

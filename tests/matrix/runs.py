@@ -59,7 +59,7 @@ class _Body:
         loss = nn.functional.cross_entropy(logits, y)
         if isinstance(self.made, Place):
             return used(self.use, loss, logits, self.made.read())
-        if self.where == "forward":
+        if self.where == "forward" and self.made.has_begun:
             self.made.act(x)
         return loss
 

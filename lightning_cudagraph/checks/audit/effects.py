@@ -34,7 +34,7 @@ from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.device.lines.user_lines import is_users
 from lightning_cudagraph.device.refusals.first_refusal import is_of_receiver, located, refuse
 from lightning_cudagraph.device.sentry.own_modes import not_compiled
-from lightning_cudagraph.errors import AskedFor, CaptureError, StaleGraphError
+from lightning_cudagraph.errors import AskedFor, CaptureError
 from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.tensors.static import BatchChange
 
@@ -116,7 +116,7 @@ class Effects:
         self._refuse(lasting, self.mentioned.users_code)
         walk = self._walk(self.mentioned)  # of all: a step on another path may have other effects
         try:
-            with uses_refused(self._hiding):
+            with uses_refused(lambda receiver: id(receiver) in self._hiding):
                 yield
             self._refuse(found, captured().users_code)
         except BaseException as error:
@@ -134,18 +134,20 @@ class Effects:
         self._put_back(walk)  # the graph may not be kept: a step on another path runs again, eagerly
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Undo the effects of the enclosed eager step, which repeats a replay for a check."""
+    def begun_later(self) -> Iterator[None]:
+        """Refuse effects of the enclosed eager step, which repeats a replay for a check, and undo them.
+
+        The captured step had none, so they have begun since.
+        """
         walk = self._walk(self.mentioned)
         found: list[Moved] = []
         try:
-            yield
+            with uses_refused(_hiding(walk)):
+                yield
         finally:
             found += self._put_back(walk)
-        if found:
-            line = line_that_sets(found[0], self.mentioned.users_code)
-            error = effect_error(found[0], line)
-            raise StaleGraphError(error.reason.rstrip("."), error.remedy)
+        for moved in found:
+            refuse(effect_error(moved, line_that_sets(moved, self.mentioned.users_code)), moved.subject)
 
     def _put_back(self, walk: Walk) -> list[Moved]:
         """Undo the effects since a walk; returns them."""
@@ -177,18 +179,28 @@ def _is_of_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _use_noted(walk: Walk, used: dict[int, Any]) -> Callable[[Any], None]:
-    """A function that adds the receiver of a C call to `used` if the walk cannot see its state."""
+def _hiding(walk: Walk) -> Callable[[Any], bool]:
+    """A function that is True for an object of the walk with state that the walk cannot see."""
     hiding: dict[type, bool] = {}
 
-    def note(function: Any) -> None:
-        receiver = getattr(function, "__self__", None)
-        if receiver is None or not walk.watches(receiver):
-            return
+    def is_hiding(receiver: Any) -> bool:
+        if not walk.watches(receiver):
+            return False
         kind = type(receiver)
         if kind not in hiding:
             hiding[kind] = hides_state(receiver)
-        if hiding[kind]:
+        return hiding[kind]
+
+    return is_hiding
+
+
+def _use_noted(walk: Walk, used: dict[int, Any]) -> Callable[[Any], None]:
+    """A function that adds the receiver of a C call to `used` if the walk cannot see its state."""
+    is_hiding = _hiding(walk)
+
+    def note(function: Any) -> None:
+        receiver = getattr(function, "__self__", None)
+        if receiver is not None and is_hiding(receiver):
             used[id(receiver)] = receiver
 
     return note

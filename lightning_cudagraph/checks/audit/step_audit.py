@@ -28,6 +28,7 @@ from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
+from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.consumers import consumers, is_called, of_draw
 from lightning_cudagraph.device.refusals.first_refusal import (
@@ -87,10 +88,11 @@ class StepAudit:
 
     def __init__(self, model: nn.Module, device: torch.device, rules: HostRules) -> None:
         self._rules = rules
-        self._storages = {
-            name: (tensor, tensor.detach(), address_of(tensor))
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        }
+        with _disable_current_modes():  # it is no part of the step, and on no tape of it
+            self._storages = {
+                name: (tensor, tensor.detach(), address_of(tensor))
+                for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            }
         self._noted = FirstRefusal()
         self.state = Walk(scope=_scope(rules, device))
         self.calls = HostCalls(rules, self.state, lambda: self.after_backward, device.type)
@@ -142,6 +144,20 @@ class StepAudit:
         for tensor, as_it_was, address in self._storages.values():
             if address_of(tensor) != address:
                 tensor.data = as_it_was
+
+
+# True in the first eager pass of a check, which is audited as a capture is.
+_audits_rehearsals: OfThread[bool] = OfThread(False)
+
+
+def rehearsals_audited() -> AbstractContextManager[None]:
+    """Audit eager passes of a step, which are else audited in a capture alone."""
+    return setting(_audits_rehearsals, value=True)
+
+
+def is_audited(capturing: bool) -> bool:
+    """True if the step that is about to run must be audited."""
+    return capturing or _audits_rehearsals.value
 
 
 # The audits that captures share, by model; None if each has its own.

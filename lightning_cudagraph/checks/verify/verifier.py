@@ -84,12 +84,12 @@ class _History:
     next_replay: int = _FIRST_DISTANCE
 
 
-def _unchecked(history: _History) -> str:
+def _unchecked(history: _History, have: str = "had other numbers than eager steps") -> str:
     """The number of replays since the check before, in words."""
     replays = history.latest_replay - history.checked_replay - 1
     if replays <= 0:
         return ""
-    return f" ({replays} replays since the check before may have had other numbers than eager steps)"
+    return f" ({replays} replays since the check before may have {have})"
 
 
 @dataclass
@@ -165,6 +165,10 @@ class Verifier:
             return True
         return replay_idx >= history.next_replay and self._is_affordable()
 
+    def unchecked(self, graph: object) -> str:
+        """The replays since the last check of a graph, which may have lost effects, in words."""
+        return _unchecked(self._history(graph), "lost it")
+
     def _is_affordable(self) -> bool:
         """True if one more check stays within the budget."""
         elapsed_s = perf_counter() - self._started_s
@@ -179,6 +183,7 @@ class Verifier:
         keep: bool = True,
         trace: Trace | None = None,
         suspicion: str = "",
+        late: Callable[[], str] = str,
     ) -> Any:
         """Do a step eagerly and by replay from the same state, and keep the result of the replay.
 
@@ -193,6 +198,7 @@ class Verifier:
                 replay differs. Returns the first op that differs from the first check, and the outputs.
             suspicion: a change, in words, on which the step may depend. It does if an op with a
                 line of the user's has another number or shape, even if the results on this batch agree.
+            late: tells what the eager step did that no replay repeats, in words; empty for nothing.
 
         Returns:
             The caller's result. The state is that after the replay, or, without `keep`, before it.
@@ -214,7 +220,7 @@ class Verifier:
             return replay()[0] if keep else None
         started_s = perf_counter()
         try:
-            return self._checked(history, live, copy, eagerly, replay, keep, trace, suspicion)
+            return self._checked(history, live, copy, eagerly, replay, keep, trace, suspicion, late)
         except torch.OutOfMemoryError as error:
             if self.agreement is not None:
                 raise  # the other processes are in the middle of the check
@@ -238,6 +244,7 @@ class Verifier:
         keep: bool,
         trace: Trace | None,
         suspicion: str,
+        late: Callable[[], str],
     ) -> Any:
         before = _Outcome(_copied(live, copy), self.backend.rng_state())
         try:
@@ -291,7 +298,7 @@ class Verifier:
             if failure is not None or (difference is not None and difference.where is not None):
                 stale = "; ".join(filter(None, (suspicion, str(difference or ""))))
                 stale += "" if suspicion or not stale else _unchecked(history)
-            self._raise_together(failure, stale)
+            self._raise_together(failure, stale or late())
         except BaseException:
             self._put(live, before)
             raise

@@ -254,7 +254,7 @@ class ModuleGraph:
 
         Args:
             suspicion: a change, in words, that the pass may depend on.
-            effects: undoes what the eager pass does on the host, if there is a suspicion.
+            effects: refuses and undoes what the eager pass does on the host, if there is a suspicion.
 
         Raises:
             VerificationError: if they differ. The state is that before the call.
@@ -265,7 +265,7 @@ class ModuleGraph:
         live = self._state()
 
         def passed() -> dict[str, Tensor]:
-            undone = effects.undone() if suspicion else nullcontext()
+            undone = effects.begun_later() if suspicion else nullcontext()
             with self._backend.on_side_stream(), undone:
                 found = self._passed(self._static.lend_values().batch)
                 gradients = []

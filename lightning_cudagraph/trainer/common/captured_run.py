@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_cudagraph.checks.audit.step_audit import StepAudit, step_audit
+from lightning_cudagraph.checks.audit.step_audit import StepAudit, is_audited, step_audit
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
@@ -179,16 +179,17 @@ class CapturedRun:
             if capturing and self.not_collective is not None and are_several():
                 stack.enter_context(CollectiveRules(*self.not_collective))
             audit: StepAudit | None = None
-            if capturing:
+            if is_audited(capturing):
                 harmless, stays = self.settings.harmless | _OF_LIGHTNING, self.metrics.stays_on_host
                 known = replace(host_rules(self.trainer, harmless, stays), **rules)
                 device = self.backend.device
                 audit = stack.enter_context(step_audit(self.module, self.trainer, device, known))
-                self.guards.mentioned.append(audit.mentioned)
+                if capturing:
+                    self.guards.mentioned.append(audit.mentioned)
             recomputed = stack.enter_context(recomputed_apart(self.module))
             stack.enter_context(self.carried.inside(hooks))
             stack.callback(self.metrics.undo)  # before the audit compares, behind an error too
             yield RecordedParts(events, recomputed, audit)
             self.metrics.state.write_back()
-            if audit is not None:
+            if capturing and audit is not None:
                 self.metrics.tell_reads(audit.mentioned)

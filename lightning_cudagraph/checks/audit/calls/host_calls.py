@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import AbstractContextManager
 from random import Random
 from types import CodeType, FrameType, FunctionType
@@ -75,15 +75,31 @@ _PACKAGE = __name__.partition(".")[0] + "."
 _FRAMEWORKS = Origin.FRAMEWORKS
 
 
-_receivers: OfThread[Mapping[int, Any]] = OfThread({})
+_hides_use: OfThread[Callable[[Any], bool]] = OfThread(lambda receiver: False)
 
 
-def uses_refused(receivers: Mapping[int, Any]) -> AbstractContextManager[None]:
-    """Let the audits of captures in this thread refuse calls of C methods of these objects, by id.
+_known_code: OfThread[Collection[Hashable] | None] = OfThread(None)
+
+
+def other_code_refused(known: Iterable[CodeType]) -> AbstractContextManager[None]:
+    """Let audits in this thread refuse user code that is none of `known`.
+
+    A function that first runs after the capture may have effects on objects that no walk knows by then.
+    """
+    return setting(_known_code, value=frozenset(map(_place_of, known)))
+
+
+def _place_of(code: CodeType) -> Hashable:
+    """The place of code in its file. A function that the step defines is another object each time."""
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
+def uses_refused(hides_use: Callable[[Any], bool]) -> AbstractContextManager[None]:
+    """Let audits in this thread refuse calls of C methods of objects for which `hides_use` is true.
 
     No walk sees their state, such as that of a database connection.
     """
-    return setting(_receivers, value=receivers)
+    return setting(_hides_use, value=hides_use)
 
 
 class HostCalls:
@@ -119,7 +135,8 @@ class HostCalls:
         self._numpys: dict[int, Any] = {}  # by frame of a package's function that the user's code calls
         self._allowed_code: set[int] = set()
         self._globals: set[tuple[int, str]] = set()
-        self._refused_uses = _receivers.value
+        self._hides_use = _hides_use.value
+        self._known_code = _known_code.value
         self.mentioned = MentionedNames()
 
     def __enter__(self) -> HostCalls:
@@ -267,7 +284,7 @@ class HostCalls:
     def _c_call(self, frame: FrameType, function: Any) -> None:
         receiver = getattr(function, "__self__", None)
         name = function.__name__
-        if id(receiver) in self._refused_uses:
+        if receiver is not None and self._hides_use(receiver):
             if (user_caller := self._origins.user_caller(frame)) is not None:
                 self._refuse_effect(f"{type(receiver).__qualname__}.{name}", user_caller, frame)
         elif name in CHANGES or isinstance(receiver, Random):
@@ -394,6 +411,10 @@ class HostCalls:
         if not self._origins.is_users(frame):
             self.mentioned.names.update(code.co_names)
             return
+        if self._known_code is not None and _place_of(code) not in self._known_code:
+            where = user_frame(self._origins.user_caller(frame.f_back)) or user_frame(frame)
+            what = f"The step calls `{code.co_name}`, which the captured step did not call."
+            refuse(CaptureError(what, "", location=where))
         known = len(self.mentioned.user_globals), len(self.mentioned.closures)
         self.mentioned.note(frame)
         for namespace, name in self.mentioned.user_globals[known[0] :]:

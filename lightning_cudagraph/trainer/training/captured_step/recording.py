@@ -141,7 +141,7 @@ class Recorder:
                     batch,
                     capturing,
                     lambda: ", ".join(at_break.whose for at_break in breaks),
-                    noted=frozenset() if reads is None else STEP_GETTERS,
+                    noted=frozenset() if capturing and reads is None else STEP_GETTERS,
                 ) as parts,
                 body.arithmetic(capturing),
             ):

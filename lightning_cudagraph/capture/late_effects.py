@@ -1,0 +1,91 @@
+"""Effects of a step that begin after its capture: refused in the first eager pass of a check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cudagraph.capture.context import EngineContext
+from lightning_cudagraph.checks.audit.calls.host_calls import other_code_refused
+from lightning_cudagraph.checks.audit.step_audit import rehearsals_audited
+from lightning_cudagraph.compat.attributes import OfThread, setting
+from lightning_cudagraph.device.kept_memory import UnknownWrites
+from lightning_cudagraph.device.refusals.first_refusal import Gathered, gathering
+from lightning_cudagraph.errors import StaleGraphError, UnsupportedError
+
+_is_rehearsing: OfThread[bool] = OfThread(False)
+
+
+def rehearsing() -> AbstractContextManager[None]:
+    """Context of an eager pass of a check, which does what the capture did."""
+    return setting(_is_rehearsing, value=True)
+
+
+def is_rehearsing() -> bool:
+    """True in an eager pass of a check in this thread."""
+    return _is_rehearsing.value
+
+
+class LateEffects:
+    """The audit of the first eager pass of a check.
+
+    The capture had no effects, so those of a later pass have begun since: the graph is stale. In one
+    process they are refused before they happen. Several processes are in the middle of a check, so there
+    the pass goes on, and what it did is told to all of them.
+    """
+
+    def __init__(self, engine: EngineContext[Any]) -> None:
+        self._engine = engine
+        self._is_alone = engine.run.agreement is None
+        self._gathered = Gathered()
+        self._is_done = False
+
+    def words(self) -> str:
+        """The effects that a pass among several processes had, in words; empty for none."""
+        return "; ".join(finding.what for finding in self._gathered.findings)
+
+    @contextmanager
+    def refused(self, state: Mapping[str, Tensor], since: str) -> Iterator[None]:
+        """Context of an eager pass.
+
+        Args:
+            state: the tensors that the step may change.
+            since: what was not checked until now, for the message.
+
+        Raises:
+            StaleGraphError: in one process, for an effect. It has not happened, or it is undone.
+        """
+        if self._is_done:
+            with rehearsing():
+                yield
+            return
+        self._is_done = True
+        run = self._engine.run
+        writes = UnknownWrites(run.backend.device.type, state.values())
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(rehearsing())
+                if not self._is_alone:
+                    stack.enter_context(gathering(self._gathered))
+                guards = self._engine.guards
+                known = [*guards.all_mentioned().users_code, *guards.effects.mentioned.users_code]
+                stack.enter_context(other_code_refused(known))
+                stack.enter_context(guards.effects.begun_later())
+                stack.enter_context(rehearsals_audited())
+                # Compiled kernels do not tell what they write. In inference mode, ops that consist of
+                # others reach the mode whole, which takes autocast from the others.
+                is_told = not self._engine.compiled.is_called and not torch.is_inference_mode_enabled()
+                if self._is_alone and is_told:
+                    stack.enter_context(writes)
+                yield
+        except StaleGraphError:
+            raise
+        except UnsupportedError as error:
+            raise StaleGraphError(error.reason.rstrip(".") + since, error.remedy) from None
+        if writes.first:
+            what = "the step writes into a tensor that the captured step does not write, with"
+            raise StaleGraphError(f"{what} {writes.first}{since}", "")
