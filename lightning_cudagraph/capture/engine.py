@@ -16,7 +16,7 @@ from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignatur
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Phase, Step, T
 from lightning_cudagraph.capture.stream_choice import StreamChoice
-from lightning_cudagraph.capture.verified_replay import replay_verified
+from lightning_cudagraph.capture.verification.verified_replay import replay_verified
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.device.sentry.inductor import without_its_graphs
 from lightning_cudagraph.errors import UnsupportedError

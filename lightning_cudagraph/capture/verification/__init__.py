@@ -1,0 +1,1 @@
+"""Verified replays, and effects that begin after a capture."""
