@@ -44,13 +44,15 @@ HOST_US = 150.0
 AHEAD_STEPS = 4
 LATE_SHARE, LATE_US, LATE_POWER, LATEST_US = 1e-3, 1000.0, 1.5, 50_000.0
 
-# Costs of gloo, chosen by what `--here 1 2` took on two cores of a Xeon (torch 2.13): a collective of
-# one process; a message that is sent or received; and to wake the thread that waits for it.
+# Costs of gloo, guessed from what `--here 1 2` took on two cores of a Xeon (torch 2.13), where nothing
+# finer was measured: a collective of one process; a message that is sent or received; and to wake the
+# thread that waits for it.
 CALL_US, MESSAGE_US, WAKE_US = 28.0, 5.0, 6.0
 # A request to the store; how long a process waits for a reason there, and how often it asks
 # (lightning_cudagraph/processes/failures.py).
 REQUEST_S, REASON_S, POLL_S = 25e-6, 3.0, 0.02
-# Three exchanges on a page of shared memory: votes of a machine, the lowest and the highest of all.
+# Assumed: three exchanges on a page of shared memory, of votes of a machine, and of the lowest and the
+# highest of all.
 PAGE_US = 15.0
 # Processes of an exchange that are simulated: all do the same.
 _MOST_RANKS = 32
@@ -73,10 +75,12 @@ class Network:
     us: tuple[float, ...]
 
 
-# Half of a round trip between two processes on the same two cores.
+# Half of a round trip between two processes on those two cores: measured at 10, 50, 90 and 99 %, the
+# others are interpolated, and the rarest assumed.
 LOOPBACK = Network("one machine", (10.2, 10.6, 10.9, 11.4, 12.3, 17.6, 40.0, 80.0))
-# 10 GbE: netperf TCP_RR from node to node, 47,560 a second, spread as on one machine (ConnectX-5;
-# github.com/spidernet-io/spiderpool, docs/concepts/io-performance.md).
+# 10 GbE: netperf TCP_RR from node to node, 47,560 a second, the spread assumed as on one machine
+# (ConnectX-5; github.com/spidernet-io/spiderpool, docs/concepts/io-performance.md, where sockperf took
+# 32 us for the same way: the networks below cover that).
 # InfiniBand: sockperf --tcp over IPoIB between VMs with eight GPUs
 # (github.com/Azure/aks-rdma-infiniband, tests/expected-output.md, 3.4).
 # Cloud: lagscope, half of a round trip, VMs with accelerated networking
