@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from benchmarks import first_replay, guards, manual, optimizers, pairs, shapes, surroundings
+from benchmarks import (
+    agreement_at_scale,
+    first_replay,
+    guards,
+    manual,
+    optimizers,
+    pairs,
+    shapes,
+    surroundings,
+)
+from benchmarks.agreement_at_scale import Hosts, Links, Network, around_a_ring, in_pairs, to_all
 from benchmarks.fits import BlockedBatches, Blocks, fits_in_turn
 from benchmarks.host_floor import CALLBACKS, HANDING_OVER, line, rows
 from benchmarks.kineto import CAPTURE, MARK, Trace
@@ -384,3 +397,55 @@ def test_plain_lightning_and_the_callback_in_turn(rows: dict[str, pairs.Row], le
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_memory_with_one_graph_and_with_several() -> None:
     assert list(shapes.measure_memory()) == ["the longest alone", shapes.IN_BUCKETS]
+
+
+@pytest.fixture
+def ten_us(monkeypatch: pytest.MonkeyPatch) -> Network:
+    """A network on which each message takes ten microseconds, as on one machine."""
+    network = Network("even", (10.0,) * 8)
+    monkeypatch.setattr(agreement_at_scale, "LOOPBACK", network)
+    return network
+
+
+def test_votes_take_as_many_messages_as_they_wait_for(ten_us: Network) -> None:
+    links = Links(ten_us, 8, n_votes=3)
+    call, message, wake = 28.0, 5.0, 6.0
+    assert to_all(2, links) == pytest.approx([call + 10 + 4 * message + 10 + wake] * 3)
+    assert to_all(64, links) == pytest.approx([call + 10 + 4 * 63 * message + 10 + wake] * 3)
+    assert in_pairs(64, links) == pytest.approx([call + 6 * (2 * message + 10 + 10 + wake)] * 3)
+    # A segment goes round twice, and waits for the ones before it.
+    hops = [2 * (size - 1) for size in (64, 128)]
+    shorter, longer = (around_a_ring(size, links)[0] for size in (64, 128))
+    assert shorter > call + hops[0] * (10 + wake)
+    assert longer - shorter == pytest.approx((hops[1] - hops[0]) * (shorter - call) / hops[0], rel=0.1)
+
+
+def test_votes_are_hidden_until_host_and_vote_take_longer_than_the_device() -> None:
+    hosts = Hosts(8, late_share=0.0, n_steps=100)
+    votes = np.array([[1000.0], [2000.0], [4000.0]])
+    added = hosts.added_percent(votes, 1)
+    assert added == pytest.approx([0, 8, 108], abs=1)  # a host works 150 us, the slowest a little more
+    assert hosts.added_percent(votes, 1, ahead=0) == pytest.approx([50, 100, 200], abs=1)
+    assert hosts.added_percent(votes, 4) == pytest.approx([0, 0, 0], abs=1)
+    late = Hosts(1024, late_share=0.01, n_steps=100)
+    assert late.added_percent(votes[:1], 1)[0] > 50  # each waits for the latest of all
+
+
+def test_agreement_at_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = [tmp_path / "votes.png", tmp_path / "votes.json"]
+    sizes = ["--sizes", "2", "128", "--steps", "60"]
+    agreement_at_scale.main([*sizes, "--figure", str(written[0]), "--json", str(written[1])])
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].count("|") == said[2].count("|") == 8
+    assert f"{agreement_at_scale.ALL}: more than 1 % at 128" in said
+    assert "128 processes know of one that was killed after 3.04 s" in said
+    assert written[0].read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads(written[1].read_text())) == 2 * 4 * 4
+
+
+@pytest.mark.long
+def test_collectives_of_gloo_here() -> None:
+    lines = [*agreement_at_scale.here([2])]
+    assert [line.rpartition(" ")[0].rpartition(": ")[0] for line in lines] == [
+        f"2 processes here, {way}" for way in (agreement_at_scale.RING, agreement_at_scale.ALL)
+    ]

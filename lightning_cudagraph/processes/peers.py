@@ -1,8 +1,9 @@
 """The processes of a run, and their votes.
 
 Before each step the processes exchange a few numbers on the CPU, a vote: in shared memory if all are on
-one machine, otherwise by a gloo process group. No GPU waits for a vote, and the host seldom, because it
-has launched the last step by then. The vote replaces a broadcast that Lightning does before each batch.
+one machine, otherwise by a gloo process group. The step before has been launched by then, so the GPU
+waits for a vote only if that and the work of the host for a step take longer than the GPU does. The vote
+replaces a broadcast that Lightning does before each batch.
 
 Objects (settings at the start, reasons) are gathered through the store of the process group.
 """
@@ -112,10 +113,6 @@ class Peers:
         self._page = self._failures.page = self._shared_page()
         if self._page is None:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-            options: Any = distributed_c10d.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX
-            self._options = options
-            self._highest = torch.zeros(2 * len(Vote._fields), dtype=torch.int64, device="cpu")
 
     def _shared_page(self) -> SharedPage | None:
         """The shared page, if all processes can use it; None in all of them otherwise."""
@@ -142,19 +139,19 @@ class Peers:
     def vote(self, mine: Vote) -> tuple[Vote, Vote]:
         """Exchange the votes before a step; return the lowest and the highest value of each field."""
         self._since_s = monotonic()
-        votes = self._vote_over_sockets(mine) if self._page is None else self._vote_on_page(mine)
+        words = (self._over_sockets if self._page is None else self._on_page)(mine.packed())
         self.waited_s += monotonic() - self._since_s
-        return votes
-
-    def _vote_on_page(self, mine: Vote) -> tuple[Vote, Vote]:
-        assert self._page is not None
-        words = self._page.exchange(mine.packed(), self._nap)
-        if words is None:
-            raise self._failures.error("it has left")
         if len(different := {*words}) == 1:
             return mine, mine
         by_field = [*zip(*map(Vote.unpacked, different), strict=True)]
         return Vote(*map(min, by_field)), Vote(*map(max, by_field))
+
+    def _on_page(self, word: int) -> list[int]:
+        assert self._page is not None
+        words = self._page.exchange(word, self._nap)
+        if words is None:
+            raise self._failures.error("it has left")
+        return words
 
     def _nap(self) -> None:
         with self._store_errors():
@@ -165,10 +162,11 @@ class Peers:
                 f" {self.rank} ends."
             )
 
-    def _vote_over_sockets(self, mine: Vote) -> tuple[Vote, Vote]:
-        self._highest.numpy()[:] = (*mine, *(-value for value in mine))
+    def _over_sockets(self, word: int) -> list[int]:
+        """Send a word to each process. An all-reduce of gloo would pass it on, around a ring."""
+        words = torch.empty(self.size, dtype=torch.int64, device="cpu")
         try:
-            self._work = self._group.allreduce([self._highest], self._options)
+            self._work = self._group.alltoall_base(words, torch.full_like(words, word), [], [])
             while not self._is_done(self._work):
                 self._failures.look()
         except RuntimeError as error:
@@ -177,8 +175,7 @@ class Peers:
             raise self._failures.error(
                 f"the connection to it was lost ({error}); if it has come to its end, {GIVE_THE_SAME}"
             ) from error
-        values = self._highest.tolist()
-        return Vote(*(-value for value in values[len(mine) :])), Vote(*values[: len(mine)])
+        return words.tolist()
 
     @staticmethod
     def _is_done(work: Any) -> bool:
@@ -244,7 +241,7 @@ class Peers:
         with self._store_errors():
             self._store.set(keys[self.rank], pickle.dumps(mine))
             self._wait_for(keys, timeout_s)
-            gathered = [pickle.loads(self._store.get(key)) for key in keys]
+            gathered = [pickle.loads(value) for value in self._store.multi_get(keys)]
             # All have read the last gathering. Not every store can delete.
             with contextlib.suppress(NotImplementedError):
                 self._store.delete_key(f"{self._gathered - 1}/{self.rank}")

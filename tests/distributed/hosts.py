@@ -28,6 +28,8 @@ from lightning_cudagraph.processes.peers import Peers
 from tests.distributed.cases import _fit_of_all
 from tests.harness import Net, Trace, assert_same, loader, make, train
 
+_EPOCHS = 4
+
 
 def _machine() -> str:
     return f"{socket.gethostname()} of agent {os.environ['GROUP_RANK']}"
@@ -47,7 +49,7 @@ def _run(folder: Path, callback: CUDAGraphCallback | None, accelerator: str) -> 
         fit=_fit_of_all,
         train_loader=loader(ragged=False, batches=7 * size),
         val_loader=loader(seed=1, ragged=False, batches=size),
-        max_epochs=4,
+        max_epochs=_EPOCHS,
     )
 
 
@@ -60,13 +62,23 @@ def main(folder: Path, accelerator: str) -> None:
         pages.append(shared_page(of))
         return pages[-1]
 
+    sent: list[int] = []
+    over_sockets = Peers._over_sockets
+
+    def counted(of: Peers, word: int) -> list[int]:
+        sent.append(word)
+        return over_sockets(of, word)
+
     peers.machine = _machine
     Peers._shared_page = noted  # type: ignore[method-assign]
+    Peers._over_sockets = counted  # type: ignore[method-assign]
     plain = _run(folder / "plain", None, accelerator)
     graph = _run(folder / "graph", CUDAGraphCallback(timings=None), accelerator)
     assert_same(plain, graph)
     assert graph.counts.replayed >= 10, graph.counts
     assert pages == [None], "processes of two machines have found memory in common"
+    steps = graph.counts.warmed_up + graph.counts.replayed + sum(graph.counts.eager.values())
+    assert len(sent) == steps + 2 * _EPOCHS, "more than a vote before each step, validation and end"
     trainer = graph.trainer
     assert trainer is not None
     assert isinstance(trainer.strategy.cluster_environment, TorchElasticEnvironment)
