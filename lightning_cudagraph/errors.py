@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 __all__ = [
@@ -262,16 +262,22 @@ class UnsupportedError(CUDAGraphError):
         first = Finding(self.what, self.remedy, self.location, self.in_optimizer, self.is_effect)
         return first, *self._others
 
-    def add_findings(self, found: Iterable[Finding], ended_by: str = "") -> None:
+    def add_findings(
+        self,
+        found: Iterable[Finding],
+        ended_by: str = "",
+        in_one: Callable[[Iterable[Finding]], Iterable[Finding]] = tuple,
+    ) -> None:
         """Add what else was found in the same step to the error, and to its message.
 
         Args:
             ended_by: what has ended the search before the end of the step, in words; or nothing.
+            in_one: puts findings with one remedy into one.
         """
         self.search_ended_by = without_addresses(ended_by)
         known = {finding.key for finding in self.findings}
         new = [finding for finding in found if finding.key not in known]
-        first, *others = together([*self.findings, *new])
+        first, *others = together(in_one([*self.findings, *new]))
         self.what, self.remedy, self._others = first.what, first.remedy, tuple(others)
         self.location, self.in_optimizer = first.location, first.in_optimizer
         self.is_effect = first.is_effect

@@ -63,6 +63,12 @@ class ChoosesAnAction(Checks):
         self.log("chosen", actions.log_prob(x.argmax(1)).mean())
 
 
+class Draws(Checks):
+    def check(self, x: Tensor) -> None:
+        x = x.detach()
+        self.log("drawn", torch.normal(x, x.abs()).mean())
+
+
 class ChecksEach(Checks):
     def check(self, x: Tensor) -> None:
         for parameter in self.parameters():
@@ -167,6 +173,12 @@ class Suppresses(Checks):
     def check(self, x: Tensor) -> None:
         with contextlib.suppress(ValueError):
             Categorical(logits=x, validate_args=True)
+
+
+class SuppressesOfADraw(Checks):
+    def check(self, x: Tensor) -> None:
+        with contextlib.suppress(RuntimeError):
+            torch.normal(0.0, x.detach().abs())
 
 
 class Skips(Checks):

@@ -461,6 +461,49 @@ def test_one_finding_a_line(accelerator: str) -> None:
     assert lines == [number for number, line in source if line.endswith("  # ONCE")]
 
 
+class Helps(Net):
+    """Calls a function with three effects and a read of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.norm = 0, 1.0, list[int](), 0.0
+
+    def count(self, *given: Any) -> None:
+        self.a += 1
+        self.b *= 2
+        self.c.append(self.a)
+        self.norm = self.head.weight.norm().item()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count()
+        return super().training_step(batch, batch_idx)
+
+
+class HelpsWithABatch(Helps):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count(batch)
+        return Net.training_step(self, batch, batch_idx)
+
+
+class HelpsALittle(Helps):
+    def count(self, *given: Any) -> None:
+        self.a += 1
+        self.b *= 2
+
+
+@pytest.mark.parametrize(
+    ("form", "lines"), [(Helps, ["self.count()"]), (HelpsWithABatch, 4), (HelpsALittle, 2)]
+)
+def test_a_call_without_tensors_is_one_finding(
+    accelerator: str, form: Callable[[], Net], lines: list[str] | int
+) -> None:
+    """If it has many effects; a call that is given the batch cannot be made elsewhere."""
+    report = CUDAGraphCallback().check(make(form), loader(), _trainer(accelerator))
+    sources = [finding.location and finding.location.source for finding in report.findings]
+    assert sources == lines if isinstance(lines, list) else len(sources) == lines
+    assert ("calls `count`" in str(report)) == isinstance(lines, list)
+
+
 def test_steps_of_loops_name_all_too(accelerator: str) -> None:
     device = "cuda" if accelerator == "gpu" else "cpu"
     model = nn.Linear(6, 2).to(device)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CheckError, CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.device.sentry.host_checks import LateChecks
 from tests import raising
-from tests.harness import Net, Trace, loader, make, train
+from tests.harness import Net, Trace, differences, loader, make, train
 from tests.loops import device_of
 from tests.rows import refused, row
 
@@ -38,6 +40,7 @@ FORMS = [
         raising.AsksMath,
         raising.Distributes,
         raising.ChoosesAnAction,
+        raising.Draws,
         raising.ChecksEach,
     ),
     *(raising.ChecksGradients, raising.Clips, raising.Manual),
@@ -195,7 +198,11 @@ def test_graphed_step(accelerator: str, end: Callable[[Any], None]) -> None:
 
 @pytest.mark.spread
 @pytest.mark.parametrize(
-    "form", [raising.Keeps, raising.Catches, raising.Suppresses, raising.Skips, raising.Generates]
+    "form",
+    [
+        *(raising.Keeps, raising.Catches, raising.Suppresses, raising.SuppressesOfADraw),
+        *(raising.Skips, raising.Generates),
+    ],
 )
 def test_refused(tmp_path: Path, accelerator: str, form: Callable[[], Net]) -> None:
     refused(tmp_path, accelerator, form, match="A CUDA graph cannot hold")
@@ -219,6 +226,67 @@ def test_without_the_checks_nothing_is_found(
     callback = CUDAGraphCallback(verify=None)
     found = _failed(tmp_path, accelerator, raising.Asserts, callback, **unseen)
     assert found.counts.replayed == BATCHES - 3
+
+
+SHAPES = [
+    *(((), ()), ((1,), (1,)), ((15,), (15,)), ((16,), (16,)), ((1000,), (1000,))),  # torch draws by 16
+    *(((5, 1), (7,)), ((33,), ()), ((), (33,)), ((0, 3), (3,)), ((3, 0), (3, 0)), ((2, 1, 9), (4, 1))),
+]
+
+
+@pytest.mark.parametrize("generated", [False, True])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        *(
+            (torch.float32, torch.float32),
+            (torch.float64, torch.float64),
+            (torch.float16, torch.float32),
+        ),
+        *(
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.float64),
+            (torch.complex64, torch.float32),
+        ),
+    ],
+    ids=lambda pair: f"{pair[0]}-{pair[1]}".replace("torch.", ""),
+)
+def test_draws_have_the_bits_of_torch(
+    accelerator: str, dtypes: tuple[torch.dtype, torch.dtype], generated: bool
+) -> None:
+    """Also that of numbers, of transposed tensors, and what is drawn afterwards."""
+    device = device_of(accelerator)
+    generator = torch.Generator(device) if generated else None
+
+    def draw(x: Tensor) -> list[Tensor]:
+        found = []
+        for mean_shape, std_shape in SHAPES:
+            mean = x[: math.prod(mean_shape)].view(mean_shape).to(dtypes[0])
+            std = x[-math.prod(std_shape) or len(x) :].view(std_shape).abs().to(dtypes[1])
+            found += [
+                torch.normal(mean, std, generator=generator),
+                torch.normal(0.3, std, generator=generator),
+            ]
+        table = x.view(8, -1)
+        return [
+            *found,
+            torch.normal(table.t(), table.abs().t(), generator=generator),
+            torch.rand(3, device=x.device),
+        ]
+
+    batches = [torch.randn(1000, device=device) for _ in range(6)]
+
+    def drawn(function: Callable[[Tensor], list[Tensor]]) -> list[list[Tensor]]:
+        torch.manual_seed(4)
+        if generator is not None:
+            generator.manual_seed(5)
+        return [function(x) for x in batches]
+
+    step = GraphedStep(draw)
+    assert not differences(drawn(step), drawn(draw))
+    (counts,) = step.summary.stages.values()
+    assert counts.replayed == len(batches) - 3
+    step.close()
 
 
 def test_a_trial_leaves_nothing() -> None:

@@ -169,7 +169,8 @@ class Invalidation(Generic[T]):
         self.given_up = reason
         self.forget()
         self._run.on_give_up()
-        self._run.announce(f"{self._run.wording.steps} goes on without a graph: {reason}")
+        if reason not in self._run.counts.eager:  # as that of another engine of the run
+            self._run.announce(f"{self._run.wording.steps} goes on without a graph: {reason}")
 
     def leave(self) -> None:
         """Prepare for a replay by another engine: move gradients out of the memory pool."""

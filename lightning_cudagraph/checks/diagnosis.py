@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from lightning_cudagraph.checks.audit.calls_apart import in_one
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
@@ -89,7 +91,8 @@ class Diagnosis:
         if self._looks_twice and self.error is None:
             self.error = error
             return False
-        error.add_findings(self._found.findings, ended_by)
+        calls = self._guards.all_mentioned().calls_apart
+        error.add_findings(self._found.findings, ended_by, partial(in_one, calls=calls))
         self._found, self._changes, self.error = Gathered(), None, None
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_cudagraph.checks.audit.calls_apart import MODULES_ALONE
 from lightning_cudagraph.errors import Wording
 
 _BEFORE, _AFTER = "before you call the step", "after the call of the step"
@@ -27,6 +28,7 @@ WORDING = Wording(
         "`batch[": "`arguments[",
         "What `training_step` returned or logged": "What the step returned",
         "What `training_step` returned and logged": "What the step returned",
+        MODULES_ALONE: "",
         "CUDAGraphCallback(": "GraphedStep(",
         "the training step": "the step",
         "To train on without a graph": "To go on without a graph",

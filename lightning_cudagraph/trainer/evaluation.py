@@ -26,6 +26,7 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
+from lightning_cudagraph.checks.audit.calls_apart import MODULES_ALONE
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import CaptureError, Wording
@@ -259,6 +260,7 @@ def wording_of(stage: Stage) -> Wording:
             "training step": f"{stage} step",
             "on_train_batch_": f"on_{stage}_batch_",
             "To train on": "To go on",
+            MODULES_ALONE: "",
             # Graphs of an evaluation have no events.
             "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": (
                 "Use"

@@ -82,12 +82,20 @@ def raising_branch(
         is_trusted: True for frames in which no `with` suppresses an exception of the step.
     """
     found = _Search(frame, is_trusted(frame)).branch(is_comparison)
-    outer = frame.f_back
-    while found is not None and outer is not None and not is_outside(outer):
-        if not _Search(outer, is_trusted(outer)).passes_on():
-            return None
-        outer = outer.f_back
-    return found
+    return found if found is not None and leaves_step(frame.f_back, is_outside, is_trusted) else None
+
+
+def leaves_step(
+    frame: FrameType | None,
+    is_outside: Callable[[FrameType], bool],
+    is_trusted: Callable[[FrameType], bool],
+) -> bool:
+    """True if what is raised in the call that a frame is in leaves the step: no frame catches it."""
+    while frame is not None and not is_outside(frame):
+        if not _Search(frame, is_trusted(frame)).passes_on():
+            return False
+        frame = frame.f_back
+    return True
 
 
 class _Code:

@@ -4,6 +4,9 @@ A bool or a number that decides between going on and raising alone (`raising_bra
 to the host before the next op. In a capture the host gets a value with which the step goes on. The graph
 keeps the value that each replay finds, and after the replay all of a step go to the host in one copy,
 for which nothing waits. They are examined before later replays, and in each pause.
+
+`torch.normal` makes such a check in its kernel, of which no mode sees the read. In a capture it becomes
+the ops that it consists of, and the check one of these.
 """
 
 from __future__ import annotations
@@ -21,8 +24,13 @@ from torch import Tensor
 
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.device.host_work import LateValue, work_under_capture
-from lightning_cudagraph.device.lines.raising_branches import RaisingBranch, raising_branch
+from lightning_cudagraph.device.lines.raising_branches import (
+    RaisingBranch,
+    leaves_step,
+    raising_branch,
+)
 from lightning_cudagraph.device.lines.user_lines import is_in_between, is_of_libraries, user_location
+from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.device.sentry.known import WRAPPERS
 from lightning_cudagraph.errors import CheckError, Location
 
@@ -34,6 +42,14 @@ _OUTSIDE = tuple(
     for name in ("capture.graph", "checks.diagnosis", "device.cuda.", "device.emulator.")
 )
 _MOST_OPEN = 16
+_ATEN = torch.ops.aten
+# aten/src/ATen/native/DistributionTemplates.h, `normal_impl`: the smallest `std` is read on the host.
+DRAWS = (_ATEN.normal.Tensor_Tensor, _ATEN.normal.float_Tensor)
+_MUST_BE_TRUE = RaisingBranch((bool,), (), raises_if=False)
+_CAUGHT = (
+    "`torch.normal`, which checks `std` on the host, in code that catches its exception",
+    "Draw `mean + std * torch.randn_like(std)`, which checks nothing.",
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +135,34 @@ class HostChecks:
         self._values.append(run(torch.ops.aten.clone.default, (value,), {}))
         self._checks.append(_Check(branch, kind, user_location()))
         return bool(passing) if func._schema.name == "aten::is_nonzero" else passing
+
+    def draw(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Tensor | None:
+        """The result of one of `DRAWS` without a read; None if it cannot do without, or need not.
+
+        Args:
+            run: as for `passes`.
+        """
+        if self._late is None:
+            return None
+        if (frame := _asking()) is None or not leaves_step(frame, _is_outside, _suppresses_nothing):
+            forbid(*_CAUGHT, user_location())
+            return None
+        mean, std = args
+        if std.numel():
+            smallest = run(_ATEN.min.default, (std,), {})
+            self._values.append(run(_ATEN.ge.Scalar, (smallest, 0), {}))
+            self._checks.append(_Check(_MUST_BE_TRUE, bool, user_location()))
+        like = mean if isinstance(mean, Tensor) else std
+        made = {"dtype": like.dtype, "device": like.device}
+        shape = torch.broadcast_shapes(like.shape, std.shape)
+        found: Tensor = run(_ATEN.empty.memory_format, (shape,), made)
+        if like is std:
+            mean = run(_ATEN.full.default, ((), mean), made)
+        run(_ATEN.normal_.default, (found,), kwargs)
+        run(_ATEN.mul_.Tensor, (found, std), {})
+        return run(_ATEN.add_.Tensor, (found, mean), {})  # type: ignore[no-any-return]
 
     def end(self) -> None:
         """Put all values into one tensor, at the end of a capture, and examine it after each launch."""

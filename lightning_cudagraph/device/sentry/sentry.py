@@ -42,7 +42,7 @@ from lightning_cudagraph.device.refusals.host_reads import (
 )
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.collective_hooks import run_collective
-from lightning_cudagraph.device.sentry.host_checks import READS, HostChecks
+from lightning_cudagraph.device.sentry.host_checks import DRAWS, READS, HostChecks
 from lightning_cudagraph.device.sentry.known import KnownValues
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode, OwnFunctionMode
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
@@ -176,6 +176,9 @@ class Sentry(OwnDispatchMode):
         is_read = func._schema.name in READS and works_on(self._device_type, args, {})
         if is_read and (passing := self.host_checks.passes(func, args, self._run_too)) is not None:
             return passing
+        is_draw = func in DRAWS and works_on(self._device_type, args[1:], {})
+        if is_draw and (drawn := self.host_checks.draw(args, kwargs, self._run_too)) is not None:
+            return drawn
         check(func, args, kwargs, self._device_type)
         refuse_writes(written_by(func, args, kwargs), _refuse_write)
         if func.namespace == "c10d":
