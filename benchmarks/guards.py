@@ -132,10 +132,10 @@ def guards_us(parameters: int) -> dict[str, float]:
         times_us["all"] = _host_us(guards.changed)
         parts: dict[str, Callable[[], object]] = {
             "settings": guards._quick_now,
-            "tensors": objects.tensors.changed,
+            "tensors": objects.tensors.have_moved,
             "members": objects.members.changed,
             "classes": objects.classes.changed,
-            "modes": objects.modes.changed,
+            "modes": objects.modes.versions.changed,
             "Python objects": walk.quick_changes,
         }
         times_us.update({name: _host_us(function) for name, function in parts.items()})

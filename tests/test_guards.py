@@ -201,6 +201,26 @@ def test_objects_that_stay_and_are_otherwise(
     assert words in (guards.changed() or "")
 
 
+def test_a_buffer_of_two_modules_is_compared_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Layers()
+    model.other = nn.BatchNorm1d(2)
+    model.other.running_mean = model.norm.running_mean
+    guards = _guards(model)
+    monkeypatch.setattr(layouts, "_layout", lambda tensor: pytest.fail("compared in Python"))
+    assert guards.changed() is None
+
+
+def test_an_attribute_of_a_parameter_that_had_none() -> None:
+    model = _Layers()
+    weight: Any = model.layers[0].weight
+    guards = _guards(model, {"scale"})
+    weight.other = 1
+    assert guards.changed() is None
+    assert guards.changed() is None
+    weight.scale = 2.0
+    assert "scale" in (guards.changed() or "")
+
+
 def test_torch_compares_all_tensors_at_once() -> None:
     """If this fails with a new version of torch, guards are slower, and still right."""
     assert layouts._has_guards

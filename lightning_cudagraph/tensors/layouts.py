@@ -139,13 +139,13 @@ def with_lazy_signs(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 class Layouts:
-    """A guard on addresses, classes, shapes, strides, dtypes and `requires_grad` of tensors.
+    """A guard on addresses, classes, shapes, strides, dtypes and `requires_grad` of distinct tensors.
 
     The offset in the storage is part of the address. Of a `DTensor`, the local part is compared too.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._are_split = any(is_split(type(tensor)) for tensor in tensors)
+        self._split = [index for index, tensor in enumerate(tensors) if is_split(type(tensor))]
         tensors = self._with_parts(tensors)
         self._addresses = [*map(_data_ptr, tensors)]
         self._layouts = [*map(_layout, tensors)]
@@ -153,7 +153,7 @@ class Layouts:
         self._check = layout_guard(tensors)
 
     def _with_parts(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        return [*tensors, *map(local, tensors)] if self._are_split else tensors
+        return [*tensors, *(local(tensors[index]) for index in self._split)] if self._split else tensors
 
     def changed(self, tensors: Sequence[Tensor | None]) -> bool:
         now = self._with_parts(tensors)

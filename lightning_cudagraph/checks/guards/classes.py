@@ -6,7 +6,6 @@ another class or a method of its own, and a class another method.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -102,13 +101,10 @@ class Classes:
 
     def are_others(self) -> bool:
         """True if an object has another class, or a class other bases."""
-        are_same = all(map(operator.is_, map(type, self._objects), self._types))
-        return not are_same or [*map(_order, self._kinds)] != self._orders
+        return [*map(type, self._objects)] != self._types or [*map(_order, self._kinds)] != self._orders
 
     def changed(self) -> bool:
-        """True if an object has another class, or another function, of its own or of a class."""
-        if self.are_others():
-            return True
+        """True if a function was replaced, an object's own or that of a class."""
         if written := self.versions.changed():
             if any(self._replaced_in(index) is not None for index in written):
                 return True

@@ -340,13 +340,14 @@ class Guards:
         if contexts() != self._contexts:
             return self._in_words("a mode of torch, or hooks on saved tensors, were entered or left")
         has_new_hooks = self._structure.registered_hooks()
-        one_pass = self._one_pass or OnePass(self._structure, self._walk.quick)
         has_others = bool(self._unseen) or any(not same(was, read()) for _, read, was in self._reads)
         is_whole = has_new_hooks or self._suspect or has_others
-        if self._one_pass is not None and not is_whole and one_pass.is_same():
+        one_pass = self._one_pass
+        if one_pass is None or one_pass.quick is not self._walk.quick:
+            one_pass = OnePass(self._structure, self._walk.quick)
+        elif not is_whole and one_pass.is_same():
             self._checked_steps = 0
             return None
-        self._one_pass = None
         if self._structure.changed():
             function = self._structure.classes.in_words()
             return self._in_words(

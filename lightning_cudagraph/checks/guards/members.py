@@ -21,7 +21,8 @@ class Members:
 
     Attributes:
         versions: the dictionaries.
-        lists: the rest, and what was empty, with ends.
+        lists: the rest, with ends.
+        empty: what was empty.
     """
 
     def __init__(self, parts: Iterable[Collection[Any]]) -> None:
@@ -31,9 +32,8 @@ class Members:
         # Each once, because one number for each is read before each replay; of an empty one, none.
         self.versions = Versions({id(each): each for each in held if each}.values())
         others = [part for part in parts if type(part) is not _VIEW]
-        empty = [part for part in (*others, *held) if not part]
-        # Last, what was empty: its first member comes behind all ends.
-        self.lists: list[Any] = [*apart(part for part in others if part), *empty]
+        self.lists: list[Any] = apart(part for part in others if part)
+        self.empty = [part for part in (*others, *held) if not part]
         self._were = [*chain.from_iterable(self.lists)]
 
     def changed(self) -> bool:

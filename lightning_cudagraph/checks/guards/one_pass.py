@@ -6,12 +6,15 @@ It tells only that nothing was written. If anything was, each guard compares its
 from __future__ import annotations
 
 import operator
-from itertools import accumulate, chain
+from itertools import compress
 from typing import Any
 
 from lightning_cudagraph.checks.guards.structure import Structure
 from lightning_cudagraph.checks.walk.quick import QuickComparison, referents
-from lightning_cudagraph.checks.walk.versions import numbers_of
+from lightning_cudagraph.checks.walk.versions import Versions, numbers_of
+
+# Places of one dictionary: the records that hold it, each with its position there.
+_Places = list[tuple[Versions, int]]
 
 
 class OnePass:
@@ -26,29 +29,21 @@ class OnePass:
     def __init__(self, structure: Structure, quick: QuickComparison) -> None:
         self.quick = quick
         self._structure = structure
-        versions = [*structure.versions, quick.dicts]
-        self._dicts = [*chain.from_iterable(each.dicts for each in versions)]
-        ends = [*accumulate(len(each.dicts) for each in versions)]
-        self._versions = [*zip(versions, map(slice, [0, *ends], ends), strict=False)]
         self._holders = quick.apart
         self._iterated = [*quick.ordered, *structure.members.lists]
         self._were = self._now = self._referents()
-        # Each guard has its own numbers, so that what was written before this is found by it.
-        self._numbers = [*chain.from_iterable(each.numbers for each in versions)]
+        self._empty: list[dict[Any, Any]] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._places: list[_Places] = []
+        self._numbers: list[object] = []
 
     def _referents(self) -> list[Any]:
         return referents(self._holders, self._iterated)
 
     def is_same(self) -> bool:
         """True if nothing can have changed since the last comparison."""
-        if self.quick.read:
+        if self.quick.read or not self._are_dicts_same():
             return False
-        numbers = numbers_of(self._dicts)
-        if numbers != self._numbers:
-            for each, part in self._versions:
-                if numbers[part] != self._numbers[part] and each.changed(numbers[part]):
-                    return False
-            self._numbers = numbers
         self._now = now = self._referents()
         return (
             len(now) == len(self._were)
@@ -57,6 +52,38 @@ class OnePass:
             and not self.quick.has_moved_tensors()
         )
 
+    def _are_dicts_same(self) -> bool:
+        numbers = numbers_of(self._dicts)
+        if any(self._empty):
+            return False
+        if numbers != self._numbers:
+            written = compress(self._places, map(operator.ne, numbers, self._numbers))
+            if not all(record.is_same(index) for places in written for record, index in places):
+                return False
+            self._numbers = numbers
+        return True
+
     def accept(self) -> None:
         """Note that the guards have found no change that counts since the last look."""
         self._were = self._now
+        if not self._dicts or any(self._empty):
+            self._sort_dicts()
+
+    def _sort_dicts(self) -> None:
+        """Collect the dictionaries, each once; of an empty one, the length is enough."""
+        found: dict[int, _Places] = {}
+        for record in (*self._structure.versions, self.quick.dicts):
+            for index, held in enumerate(record.dicts):
+                found.setdefault(id(held), []).append((record, index))
+        self._empty, self._dicts, self._places, self._numbers = [], [], [], []
+        for places in found.values():
+            record, index = places[0]
+            held = record.dicts[index]
+            if not held and all(record.is_same(index) for record, index in places):
+                self._empty.append(held)
+                continue
+            self._dicts.append(held)
+            self._places.append(places)
+            # That of the last comparison of all, so that what was written since is found.
+            numbers = {record.numbers[index] for record, index in places}
+            self._numbers.append(numbers.pop() if len(numbers) == 1 else None)

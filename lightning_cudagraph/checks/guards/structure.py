@@ -9,7 +9,6 @@ something has changed.
 from __future__ import annotations
 
 import gc
-import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
@@ -26,9 +25,6 @@ from lightning_cudagraph.checks.walk.kinds import TENSOR_HOOKS
 from lightning_cudagraph.checks.walk.versions import Versions
 from lightning_cudagraph.tensors.layouts import Layouts
 from lightning_cudagraph.tensors.local import local
-
-# A C function that `map` calls without a Python frame for each object.
-_training = operator.itemgetter("training")
 
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # The dictionaries of a module that this guard holds.
@@ -63,19 +59,21 @@ class _Tensors:
 
     def _present(self) -> tuple[Any, ...]:
         buffers = chain.from_iterable(table.values() for table in self.versions.dicts)
-        return (*self._tensors, *(buffer for buffer in buffers if buffer is not None))
+        tensors = (*self._tensors, *(buffer for buffer in buffers if buffer is not None))
+        return (*{id(tensor): tensor for tensor in tensors}.values(),)
 
     def _names_now(self) -> list[list[tuple[str, bool]]]:
         """The names of the buffers of each module, and which of them are None."""
         return [[(n, each is None) for n, each in table.items()] for table in self.versions.dicts]
 
     def changed(self) -> bool:
+        """True if a buffer was added or removed; others that were rebound are compared from now on."""
         if rebound := self.versions.changed():
             if self._names_now() != self._names:
                 return True
             self._now = self._present()
             self.versions.remember(rebound)
-        return self.have_moved()
+        return False
 
     def have_moved(self) -> bool:
         return self._layouts.changed(self._now)
@@ -85,15 +83,13 @@ class _Modes:
     """Guard on `training` of modules."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        # An ordinary module has its mode in its dictionary, where it is found in half the time.
+        # An ordinary module has its mode in its dictionary, whose version is read anyway.
         plain = [vars(module) for module in modules if "training" in vars(module)]
-        self._training = [members for members in plain if members["training"]]
-        self._evaluating = [members for members in plain if not members["training"]]
+        self.versions = Versions(plain, [("training",)] * len(plain))
         self._odd = [(module, module.training) for module in modules if "training" not in vars(module)]
 
-    def changed(self) -> bool:
-        if not all(map(_training, self._training)) or any(map(_training, self._evaluating)):
-            return True
+    def are_others(self) -> bool:
+        """True if a module that computes its mode has another one."""
         return bool(self._odd) and any(module.training != was for module, was in self._odd)
 
 
@@ -158,13 +154,15 @@ class Structure:
     def versions(self) -> list[Versions]:
         """All dictionaries that are compared."""
         classes = self.classes
-        return [self.members.versions, self.tensors.versions, classes.versions, classes.own]
+        own = [self.members.versions, self.tensors.versions, self.modes.versions]
+        return [*own, classes.versions, classes.own]
 
     def changed(self) -> bool:
         """True if anything changed, but for hooks that were registered."""
         return (
             self.members.changed()
             or self.tensors.changed()
+            or bool(self.modes.versions.changed())
             or self.classes.changed()
             or self.has_moved()
         )
@@ -172,7 +170,8 @@ class Structure:
     def has_moved(self) -> bool:
         """True if anything changed but for dictionaries and the members of lists."""
         return (
-            self.modes.changed()
+            self.modes.are_others()
+            or any(self.members.empty)
             or self.tensors.have_moved()
             or self.classes.are_others()
             or (bool(self.hooks) and any(getattr(p, kind) is not table for p, kind, table in self.hooks))

@@ -86,22 +86,19 @@ class Versions:
             return [*dict.keys(held)], [*dict.values(held)]
         return [*names], [*map(dict.get, repeat(held), names, repeat(_MISSING))]
 
-    def changed(self, now: list[object] | None = None) -> list[int]:
-        """The positions of the dictionaries with other keys or values than recorded, by identity.
-
-        Args:
-            now: the present versions, if they are known.
-        """
-        now = numbers_of(self.dicts) if now is None else now
+    def changed(self) -> list[int]:
+        """The positions of the dictionaries with other keys or values than recorded, by identity."""
+        now = numbers_of(self.dicts)
         if now == self.numbers:
             return []
         written = map(operator.ne, now, self.numbers)
-        found = [index for index in compress(range(len(now)), written) if not self._is_same(index)]
+        found = [index for index in compress(range(len(now)), written) if not self.is_same(index)]
         if not found:
             self.numbers = now
         return found
 
-    def _is_same(self, index: int) -> bool:
+    def is_same(self, index: int) -> bool:
+        """True if the dictionary at a position has the keys and values that were recorded."""
         keys, values = self._contents[index]
         now: Any = self.dicts[index]
         if self._names[index] is not None:
