@@ -603,7 +603,8 @@ def test_without_undoing_it_counts_otherwise(
     plain_module, module = make(CountsFromSomeStepOn), make(CountsFromSomeStepOn)
     train(plain_module, tmp_path / "plain", accelerator=accelerator)
     monkeypatch.setattr(Effects, "begun_later", lambda effects: nullcontext())
-    monkeypatch.setattr("lightning_cudagraph.capture.verification.late_effects.rehearsals_audited", nullcontext)
+    late = "lightning_cudagraph.capture.verification.late_effects"
+    monkeypatch.setattr(f"{late}.rehearsals_audited", nullcontext)
     callback = CUDAGraphCallback(on_unsupported="eager")
     train(module, tmp_path / "graph", callback, accelerator=accelerator)
     assert module.box.calls != plain_module.box.calls
