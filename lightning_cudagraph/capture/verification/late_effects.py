@@ -72,15 +72,16 @@ class LateEffects:
                 if not self._is_alone:
                     stack.enter_context(gathering(self._gathered))
                 guards = self._engine.guards
-                known = [*guards.all_mentioned().users_code, *guards.effects.mentioned.users_code]
-                stack.enter_context(other_code_refused(known))
                 stack.enter_context(guards.effects.begun_later())
-                stack.enter_context(rehearsals_audited())
-                # Compiled kernels do not tell what they write. In inference mode, ops that consist of
-                # others reach the mode whole, which takes autocast from the others.
-                is_told = not self._engine.compiled.is_called and not torch.is_inference_mode_enabled()
-                if self._is_alone and is_told:
-                    stack.enter_context(writes)
+                # Compiled code has functions of its own, and does not tell what its kernels write.
+                if not self._engine.compiled.is_called:
+                    known = [*guards.all_mentioned().users_code, *guards.effects.mentioned.users_code]
+                    stack.enter_context(other_code_refused(known))
+                    stack.enter_context(rehearsals_audited())
+                    # In inference mode, ops that consist of others reach the mode whole, which takes
+                    # autocast from the others.
+                    if self._is_alone and not torch.is_inference_mode_enabled():
+                        stack.enter_context(writes)
                 yield
         except StaleGraphError:
             raise

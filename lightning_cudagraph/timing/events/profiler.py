@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 
 from lightning_cudagraph.capture.stream_choice import is_trial
+from lightning_cudagraph.capture.verification.late_effects import is_rehearsing
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph
 from lightning_cudagraph.errors import TimerError
 from lightning_cudagraph.timing.events.timed_blocks import TimedBlock, TimedPass, TimedPasses, name_of
@@ -384,7 +385,7 @@ class Profiler(Generic[Context]):
                 or len(blocks) > _MOST_UNREPORTED
                 or monotonic() - self._outside.unreported_since_s >= _LONGEST_UNREPORTED_S
             )
-            if is_due and not self._is_capturing():
+            if is_due and not self._is_capturing() and not is_rehearsing():
                 try:
                     self._report(blocks)
                 finally:
