@@ -96,7 +96,7 @@ class Effects:
         """
         walk = self._walk(self.mentioned)
         used: dict[int, Any] = {}
-        with _code_noted(self.mentioned, _use_noted(walk, used)):
+        with _code_noted(self.mentioned, walk, used):
             yield
         signature, phase = self.kind
         if signature not in self._found:
@@ -194,31 +194,25 @@ def _hiding(walk: Walk) -> Callable[[Any], bool]:
     return is_hiding
 
 
-def _use_noted(walk: Walk, used: dict[int, Any]) -> Callable[[Any], None]:
-    """A function that adds the receiver of a C call to `used` if the walk cannot see its state."""
-    is_hiding = _hiding(walk)
-
-    def note(function: Any) -> None:
-        receiver = getattr(function, "__self__", None)
-        if receiver is not None and is_hiding(receiver):
-            used[id(receiver)] = receiver
-
-    return note
-
-
 @contextmanager
-def _code_noted(mentioned: MentionedNames, use_noted: Callable[[Any], None]) -> Iterator[None]:
-    """Add user code that runs in this thread, and its names, to `mentioned`; report calls of C code."""
+def _code_noted(mentioned: MentionedNames, walk: Walk, used: dict[int, Any]) -> Iterator[None]:
+    """Add user code that runs in this thread, and its names, to `mentioned`.
+
+    Add receivers of C calls to `used` if the walk cannot see their state.
+    """
     if sys.getprofile() is not None:  # the user's own profiler
         yield
         return
     seen: dict[int, Any] = {id(code): code for code in mentioned.users_code}
+    is_hiding, watched = _hiding(walk), walk.owners.get
 
+    # Called twice for each call in the step, so it seldom calls a function of Python.
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
         if event == "c_call":
-            use_noted(argument)
-        elif event == "call" and id(code) not in seen:
+            receiver = argument.__self__
+            if watched(id(receiver)) is receiver is not None and is_hiding(receiver):
+                used[id(receiver)] = receiver
+        elif event == "call" and id(code := frame.f_code) not in seen:
             seen[id(code)] = code  # holds it, so that no id is reused
             if is_users(code, frame.f_globals) and is_users_module(str(frame.f_globals.get("__name__"))):
                 mentioned.note(frame)

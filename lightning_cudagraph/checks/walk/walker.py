@@ -106,7 +106,7 @@ class Walk:
         # By id; holds the objects, so that no id is reused.
         self._seen: dict[int, Any] = {id(each): each for each in self._scope.closed}
         self._nodes: list[Node] = []
-        self._owners: dict[int, Any] = {}
+        self.owners: dict[int, Any] = {}
         self._held = HeldIterators(self._scope.harmless)
         self._picked: list[Node] = []
         self._tensors: list[Node] = []
@@ -151,7 +151,7 @@ class Walk:
 
     def watches(self, holder: Any) -> bool:
         """True if this very object is compared."""
-        return self._owners.get(id(holder), self) is holder
+        return self.owners.get(id(holder), self) is holder
 
     def changes(self) -> list[Moved]:
         """The parts that differ from the record."""
@@ -389,7 +389,7 @@ class Walk:
         if self._scope.in_capture and node.write is not None:
             self._held.hold(node)
         self._nodes.append(node)
-        self._owners.setdefault(id(node.owner), node.owner)
+        self.owners.setdefault(id(node.owner), node.owner)
         self._queue_parts(node, root)
 
     def _queue_parts(self, node: Node, root: Root) -> None:
