@@ -250,10 +250,11 @@ class Verifier:
         try:
             difference: TapeDifference | None = None
             is_suspected = self._somewhere(bool(suspicion))
-            if trace is not None and (is_suspected or not history.checks):
-                difference, *_ = self._traced(trace, live, before)
+            # The first pass is the one that is audited, and on no tape: an audit has ops of its own.
             expected = _Outcome(_copied({**eagerly(), **live}, copy), self.backend.rng_state())
             self._put(live, before)
+            if trace is not None and (is_suspected or not history.checks):
+                difference, *_ = self._traced(trace, live, before)
             result, outputs = replay()
             found = {**outputs, **live}
             same_names = found.keys() == expected.values.keys()
