@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.capture.context import EngineContext
+from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.checks.audit.calls.host_calls import other_code_refused
 from lightning_cudagraph.checks.audit.step_audit import rehearsals_audited
 from lightning_cudagraph.compat.attributes import OfThread, setting
@@ -31,18 +32,19 @@ def is_rehearsing() -> bool:
 
 
 class LateEffects:
-    """The audit of the first eager pass of a check.
+    """The audit of the first eager pass of a check, but for that of the first replay.
 
     The capture had no effects, so those of a later pass have begun since: the graph is stale. In one
     process they are refused before they happen. Several processes are in the middle of a check, so there
     the pass goes on, and what it did is told to all of them.
     """
 
-    def __init__(self, engine: EngineContext[Any]) -> None:
+    def __init__(self, engine: EngineContext[Any], captured: CapturedStep[Any]) -> None:
         self._engine = engine
         self._is_alone = engine.run.agreement is None
         self._gathered = Gathered()
-        self._is_done = False
+        # The first replay is the step that the capture has just audited.
+        self._is_done = not captured.n_replays
 
     def words(self) -> str:
         """The effects that a pass among several processes had, in words; empty for none."""

@@ -45,7 +45,7 @@ def replay_verified(
     """
     backend, verifier, is_alone = engine.run.backend, engine.run.verifier, engine.run.agreement is None
     replays = 0
-    effects = LateEffects(engine)
+    effects = LateEffects(engine, captured)
 
     def rehearse(batch: Any) -> T:
         return step.record(batch, None, timed=False)
