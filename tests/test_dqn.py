@@ -27,6 +27,7 @@ BATCH_SIZE, STEPS_PER_EPOCH, STEPS = 16, 50, 200
 SYNC_STEPS = 10  # from one copy into the target network to the next
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
 ]
 

@@ -32,19 +32,22 @@ def is_rehearsing() -> bool:
 
 
 class LateEffects:
-    """The audit of the first eager pass of a check, but for that of the first replay.
+    """The audit of the first eager pass of a check, but for those of the first replays.
 
     The capture had no effects, so those of a later pass have begun since: the graph is stale. In one
     process they are refused before they happen. Several processes are in the middle of a check, so there
     the pass goes on, and what it did is told to all of them.
     """
 
-    def __init__(self, engine: EngineContext[Any], captured: CapturedStep[Any]) -> None:
+    def __init__(
+        self, engine: EngineContext[Any], captured: CapturedStep[Any], is_suspected: bool
+    ) -> None:
         self._engine = engine
         self._is_alone = engine.run.agreement is None
         self._gathered = Gathered()
-        # The first replay is the step that the capture has just audited.
-        self._is_done = not captured.n_replays
+        # The first replays follow at once on the capture, which has just audited the step.
+        first = engine.run.settings.verify.replays
+        self._is_done = captured.n_replays < first and not is_suspected
 
     def words(self) -> str:
         """The effects that a pass among several processes had, in words; empty for none."""

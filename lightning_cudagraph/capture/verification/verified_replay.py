@@ -45,7 +45,6 @@ def replay_verified(
     """
     backend, verifier, is_alone = engine.run.backend, engine.run.verifier, engine.run.agreement is None
     replays = 0
-    effects = LateEffects(engine, captured)
 
     def rehearse(batch: Any) -> T:
         return step.record(batch, None, timed=False)
@@ -83,6 +82,7 @@ def replay_verified(
     captured.gradients.adopt()
     before = [(p, p.grad) for parameters in step.parameters() for p in parameters]
     suspicion = engine.guards.suspicions.of(captured)
+    effects = LateEffects(engine, captured, bool(suspicion))
     outputs: T | None = None
     try:
         state = step.all_state(captured.written)
