@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_cudagraph import Buckets, CUDAGraphCallback
 from tests.harness import Trace, assert_same, make, train
 
+pytestmark = pytest.mark.long
+
 # Of the longest text in a batch of two.
 LENGTHS = (7, 12, 16, 21, 27, 32)
 LONGEST = LENGTHS[-1]

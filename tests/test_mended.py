@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
 from tests.harness import Net, differences, fused_adamw, loader, make, train
 
+pytestmark = pytest.mark.long
+
 
 class Loss(Net):
     """A step that makes something else of the loss."""

@@ -20,6 +20,8 @@ from lightning_cudagraph import CaptureError, CUDAGraphCallback
 from tests.harness import Net, make, train
 from tests.rows import became, row
 
+pytestmark = pytest.mark.long
+
 REPLAY = "[CUDAGraphCallback]replay.training_step"
 STEP = "[Strategy]SingleDeviceStrategy.training_step"
 

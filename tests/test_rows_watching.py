@@ -38,6 +38,8 @@ from lightning_cudagraph.device.sentry.sentry import Sentry
 from tests.harness import FULL_BATCHES, Net, Trace, assert_same, loader, make, train
 from tests.rows import became, refused, row
 
+pytestmark = pytest.mark.long
+
 ONE_SHAPE = {"another batch signature": 3}
 
 
