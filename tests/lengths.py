@@ -13,9 +13,9 @@ import pytest
 import torch
 
 GPU = Path(__file__).parent / "gpu"
-# The default run takes every tenth of the representatives: it shall end in minutes on two cores. All of
+# The default run takes every sixteenth of the representatives: it shall end in minutes on two cores. All of
 # them run with `--long`, and on a GPU.
-_EVERY = 10
+_EVERY = 16
 
 
 def lacks_gpu(config: pytest.Config, folder: Path) -> bool:
