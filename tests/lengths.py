@@ -13,8 +13,8 @@ import pytest
 import torch
 
 GPU = Path(__file__).parent / "gpu"
-# The default run takes every sixteenth of the representatives: it shall end in minutes on two cores. All of
-# them run with `--long`, and on a GPU.
+# The default run takes every sixteenth of the representatives: it shall end in minutes on two cores.
+# All of them run with `--long`, and on a GPU.
 _EVERY = 16
 
 
