@@ -743,6 +743,41 @@ def test_a_stale_graph_is_noticed(tmp_path: Path, accelerator: str) -> None:
     assert run.counts.replayed >= 8
 
 
+class CountsLater(Scaled):
+    """Counts once a hook has said so, under a name that is put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "".join(("is_", "counting")), False):
+            self.calls[0] += 1
+        return super().forward(x)
+
+
+class HoldsCounter(Dynamic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = CountsLater()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 12:
+            setattr(self.scaled, "".join(("is_", "counting")), True)
+
+    def on_train_end(self) -> None:
+        assert self.scaled.calls[0] == self.global_step - 12
+
+    def logits(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.head(self.scaled(self.features(x)))
+
+
+def test_an_effect_that_begins_later(tmp_path: Path, accelerator: str) -> None:
+    """The graph is stale, and the effect is done once; the next capture is refused."""
+    run = runs(tmp_path, HoldsCounter, ["features", "scaled"], accelerator, on_unsupported="eager")
+    assert any("`calls" in reason for reason in run.counts.recaptures)
+
+
 @pytest.mark.long
 def test_control_without_guards_the_run_differs(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch

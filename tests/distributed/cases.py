@@ -845,6 +845,37 @@ def a_check_that_one_fails_alone_goes_on(here: Here) -> None:
     assert reasons[0].startswith("On rank 1: ") == (here.rank == 0), reasons
 
 
+class CountsLaterOnOne(Net):
+    """On one process, counts once a hook has said so, under a name that is put together."""
+
+    at_step = 18
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_rank == 1 and self.trainer.global_step == self.at_step:
+            setattr(self, "".join(("is_", "counting")), True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if getattr(self, "".join(("is_", "counting")), False):
+            self.calls[0] += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        steps = self.trainer.global_step - self.at_step
+        assert self.calls[0] == steps * self.trainer.global_rank, self.calls
+
+
+def an_effect_that_begins_later_on_one(here: Here) -> None:
+    """A check tells it to all processes, which drop the graph together; the effect is done once."""
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    _, graph = here.assert_same_runs(callback, build=CountsLaterOnOne)
+    assert graph.counts.replayed, graph.counts
+    assert any("`calls" in reason for reason in graph.counts.recaptures), graph.counts
+
+
 def different_arguments(here: Here) -> None:
     """The processes have different arguments."""
     callback = CUDAGraphCallback(verify=Verification(replays=1 + here.rank))

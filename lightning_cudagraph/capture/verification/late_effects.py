@@ -31,6 +31,24 @@ def is_rehearsing() -> bool:
     return _is_rehearsing.value
 
 
+@contextmanager
+def stale_if_refused(since: str = "") -> Iterator[None]:
+    """Turn the refusal of an eager pass of a check into the error of a stale graph.
+
+    Args:
+        since: the end of the reason.
+
+    Raises:
+        StaleGraphError: in place of another `UnsupportedError`.
+    """
+    try:
+        yield
+    except StaleGraphError:
+        raise
+    except UnsupportedError as error:
+        raise StaleGraphError(error.reason.rstrip(".") + since, error.remedy) from None
+
+
 class LateEffects:
     """The audit of the first eager pass of a check, but for those of the first replays.
 
@@ -71,27 +89,22 @@ class LateEffects:
         self._is_done = True
         run = self._engine.run
         writes = UnknownWrites(run.backend.device.type, state.values())
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(rehearsing())
-                if not self._is_alone:
-                    stack.enter_context(gathering(self._gathered))
-                guards = self._engine.guards
-                stack.enter_context(guards.effects.begun_later())
-                # Compiled code has functions of its own, and does not tell what its kernels write.
-                if not self._engine.compiled.is_called:
-                    known = [*guards.all_mentioned().users_code, *guards.effects.mentioned.users_code]
-                    stack.enter_context(other_code_refused(known))
-                    stack.enter_context(rehearsals_audited())
-                    # In inference mode, ops that consist of others reach the mode whole, which takes
-                    # autocast from the others.
-                    if self._is_alone and not torch.is_inference_mode_enabled():
-                        stack.enter_context(writes)
-                yield
-        except StaleGraphError:
-            raise
-        except UnsupportedError as error:
-            raise StaleGraphError(error.reason.rstrip(".") + since, error.remedy) from None
+        with stale_if_refused(since), ExitStack() as stack:
+            stack.enter_context(rehearsing())
+            if not self._is_alone:
+                stack.enter_context(gathering(self._gathered))
+            guards = self._engine.guards
+            stack.enter_context(guards.effects.begun_later())
+            # Compiled code has functions of its own, and does not tell what its kernels write.
+            if not self._engine.compiled.is_called:
+                known = [*guards.all_mentioned().users_code, *guards.effects.mentioned.users_code]
+                stack.enter_context(other_code_refused(known))
+                stack.enter_context(rehearsals_audited())
+                # In inference mode, ops that consist of others reach the mode whole, which takes
+                # autocast from the others.
+                if self._is_alone and not torch.is_inference_mode_enabled():
+                    stack.enter_context(writes)
+            yield
         if writes.first:
             what = "the step writes into a tensor that the captured step does not write, with"
             raise StaleGraphError(f"{what} {writes.first}{since}", "")

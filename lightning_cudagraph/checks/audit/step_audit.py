@@ -151,7 +151,7 @@ _audits_rehearsals: OfThread[bool] = OfThread(False)
 
 
 def rehearsals_audited() -> AbstractContextManager[None]:
-    """Audit eager passes of a step, which are else audited in a capture alone."""
+    """Audit the eager passes of a step; otherwise captures alone are audited."""
     return setting(_audits_rehearsals, value=True)
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_cudagraph.capture.verification.late_effects import stale_if_refused
 from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.verify.tape import OpTape, TapeDifference
 from lightning_cudagraph.checks.verify.verifier import Verifier
@@ -265,8 +266,8 @@ class ModuleGraph:
         live = self._state()
 
         def passed() -> dict[str, Tensor]:
-            undone = effects.begun_later() if suspicion else nullcontext()
-            with self._backend.on_side_stream(), undone:
+            refused = effects.begun_later() if suspicion else nullcontext()
+            with self._backend.on_side_stream(), stale_if_refused(), refused:
                 found = self._passed(self._static.lend_values().batch)
                 gradients = []
                 for forms, each in self._backwards.items():

@@ -77,8 +77,6 @@ _FRAMEWORKS = Origin.FRAMEWORKS
 
 
 _hides_use: OfThread[Callable[[Any], bool]] = OfThread(lambda receiver: False)
-
-
 _known_code: OfThread[Collection[Hashable] | None] = OfThread(None)
 
 
