@@ -82,11 +82,11 @@ class LateEffects:
         Raises:
             StaleGraphError: in one process, for an effect. It has not happened, or it is undone.
         """
-        if self._is_done:
+        is_first, self._is_done = not self._is_done, True
+        if not is_first and not self._gathered.findings:
             with rehearsing():
                 yield
             return
-        self._is_done = True
         run = self._engine.run
         writes = UnknownWrites(run.backend.device.type, state.values())
         with stale_if_refused(since), ExitStack() as stack:
@@ -96,7 +96,7 @@ class LateEffects:
             guards = self._engine.guards
             stack.enter_context(guards.effects.begun_later())
             # Compiled code has functions of its own, and does not tell what its kernels write.
-            if not self._engine.compiled.is_called:
+            if is_first and not self._engine.compiled.is_called:
                 known = [*guards.all_mentioned().users_code, *guards.effects.mentioned.users_code]
                 stack.enter_context(other_code_refused(known))
                 stack.enter_context(rehearsals_audited())
