@@ -352,6 +352,7 @@ def slow_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing_rate, "_SELDOM", 5)
 
 
+@pytest.mark.long
 @pytest.mark.spread(2, first=1)
 @both_turns
 @pytest.mark.parametrize("accumulate", [1, 4])

@@ -152,6 +152,7 @@ def assert_replayed(
     return graph
 
 
+@pytest.mark.long
 @pytest.mark.spread(5)
 @pytest.mark.parametrize("form", ["Adam", "AdamW-single", "AdamW-fused", "SGD-momentum", "RMSprop"])
 def test_a_step_compiled_in_its_place(accelerator: str, form: str) -> None:

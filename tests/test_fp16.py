@@ -468,6 +468,7 @@ class ItemLate(Overflows):
         nn.utils.clip_grad_norm_(self.parameters(), 1.0).item()
 
 
+@pytest.mark.long
 def test_a_refused_capture_leaves_the_scaler_alone(tmp_path: Path, accelerator: str) -> None:
     def build() -> Net:
         return ItemLate(FORMS["SGD-momentum"])

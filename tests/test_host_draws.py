@@ -123,6 +123,7 @@ def both(tmp_path: Path, accelerator: str, build: Any, **kwargs: Any) -> Trace:
     return graph
 
 
+@pytest.mark.long
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("watched", [True, False])
 def test_lightnings_gan(tmp_path: Path, accelerator: str, watched: bool) -> None:

@@ -472,6 +472,7 @@ class Weighs(GAN):
         return super().noise(real) * self.weight
 
 
+@pytest.mark.long
 def test_a_number_that_changes(tmp_path: Path, accelerator: str) -> None:
     run = both(tmp_path, accelerator, Weighs, max_epochs=2)
     assert run.counts.captures == 2

@@ -352,6 +352,7 @@ def test_captures_that_take_turns(
     assert on_host(graph) == {}
 
 
+@pytest.mark.long
 @UNIMPORTANT
 def test_evaluation(tmp_path: Path, accelerator: str) -> None:
     kwargs: dict[str, Any] = {"accelerator": accelerator, "val_check_interval": 4, "max_epochs": 2}
@@ -754,6 +755,7 @@ class Meddles(Watched):
         self.seen += self.kept  # tensors that an eager step writes into have changed, the others not
 
 
+@pytest.mark.long
 def test_the_host_changes_a_metric(tmp_path: Path, accelerator: str) -> None:
     _, graph = both(Meddles, tmp_path, accelerator, 9)
     assert on_host(graph) == {}

@@ -458,6 +458,7 @@ class LossWeightPerStep(Net):
         return super().training_step(batch, batch_idx)["loss"] * self.weight
 
 
+@pytest.mark.long
 def test_what_changes_every_step_ends_without_a_graph(tmp_path: Path, accelerator: str) -> None:
     kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 5}
     plain = train(make(LossWeightPerStep), tmp_path / "plain", **kwargs)
