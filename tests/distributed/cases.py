@@ -339,6 +339,15 @@ def same_numbers_with_a_static_graph(here: Here) -> None:
     assert graph.counts.replayed >= 10, graph.counts
 
 
+def same_numbers_with_unused_parameters(here: Here) -> None:
+    """Same numbers as with `find_unused_parameters=True`: the wrapper looks for them once."""
+    plain = here.train("plain", None, Unused, {"find_unused_parameters": True, **BUCKETS}, max_epochs=4)
+    callback = CUDAGraphCallback()
+    graph = here.train("graph", callback, Unused, {"static_graph": True, **BUCKETS}, max_epochs=4)
+    assert_same(plain, graph, ignore=("_ms/",))
+    assert graph.counts.replayed >= 10, graph.counts
+
+
 def same_numbers_with_the_optimizer_behind(here: Here) -> None:
     """The optimizer steps eagerly; gradients of some batches are averaged, others not."""
     _, graph = here.assert_same_runs(

@@ -40,8 +40,9 @@ STRATEGIES = (
     Row(
         ("DDPStrategy",),
         reason="it reads on the host, in every backward pass, which parameters took part",
-        remedy='Pass `strategy="ddp"`, and let all parameters take part in every step; freeze others'
-        " with `requires_grad_(False)`.",
+        remedy="If the same parameters take part in every step, pass `DDPStrategy(static_graph=True)`,"
+        " which looks for the others once. If all do, or the others are frozen with"
+        ' `requires_grad_(False)`, pass `strategy="ddp"`.',
         variant="find_unused_parameters=True",
     ),
     Row(
