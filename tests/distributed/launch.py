@@ -96,6 +96,8 @@ def launch(
             **os.environ,
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
             **{"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(size)},
+            # Without a store, NCCL's watchdog warns once a second, with its stack.
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
             **(environment or {}),
         }
         arguments = [str(folder), accelerator, str(limit_s), *cases]
