@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -240,17 +241,14 @@ class Failures:
         """True if work launched by this process seems to wait for others that launch no more."""
         if self._device.type != "cuda":
             return False
-        launched = torch.cuda.Event()
+        drained = threading.Event()
+        act = partial(_drain, torch.cuda.current_stream(self._device), drained)
         try:
-            launched.record(torch.cuda.current_stream(self._device))
-            deadline_s = monotonic() + _DRAIN_S
-            while not launched.query():
-                if monotonic() > deadline_s:
-                    return True
-                threading.Event().wait(0.01)
-        except RuntimeError:
-            pass  # the device has failed, and waits for nothing
-        return False
+            # While another thread waits in a copy from the device, a call of CUDA can block this one.
+            threading.Thread(target=act, daemon=True).start()
+        except RuntimeError:  # Python exits, and starts no thread
+            act()
+        return not drained.wait(_DRAIN_S)
 
     def _abort(self) -> None:
         """Abort waits for other processes on the device; in a thread, because NCCL waits for graphs."""
@@ -267,6 +265,19 @@ class Failures:
             # The reader of stderr may be gone, as `tee` is after Ctrl-C; the process must still end.
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 print(f"lightning_cudagraph: {text}", file=sys.stderr, flush=True)
+
+
+def _drain(stream: torch.cuda.Stream, drained: threading.Event) -> None:
+    """Set the event once the device has finished the launched work, or has failed."""
+    launched = torch.cuda.Event()
+    with contextlib.suppress(RuntimeError):
+        launched.record(stream)
+        deadline_s = monotonic() + _DRAIN_S
+        while not launched.query():
+            if monotonic() > deadline_s:
+                return
+            threading.Event().wait(0.01)
+    drained.set()
 
 
 def _abort() -> None:

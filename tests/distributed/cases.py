@@ -1242,6 +1242,18 @@ def trains_for_ever(here: Here) -> None:
     here.train("graph", CUDAGraphCallback(), callbacks=(Notes(here),), max_epochs=100_000)
 
 
+class Reads(Net):
+    """Waits for the loss of each step, in a copy from the device."""
+
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        assert outputs["loss"].item() > 0
+
+
+def trains_for_ever_and_reads(here: Here) -> None:
+    """The same, with a process that waits in a copy if another one is gone."""
+    here.train("graph", CUDAGraphCallback(), Reads, callbacks=(Notes(here),), max_epochs=100_000)
+
+
 def _over_sockets(case: Callable[[Here], None]) -> Callable[[Here], None]:
     def called(here: Here) -> None:
         with _no_page():

@@ -18,6 +18,7 @@ from tests.distributed.launch import Process, assert_all_ok, launch, told
 ALL_ENDED_S = 30.0
 BEGUN_S = 240.0
 FOR_EVER = "trains_for_ever"
+AND_READS = "trains_for_ever_and_reads"
 IN_A_CAPTURE = ("an_error_in_a_capture_on_rank_1", "an_error_in_a_capture_on_rank_1_eager")
 
 # Of what is the same for both ranks or in both ways of exchange, the default run takes one.
@@ -119,12 +120,14 @@ def test_who_has_more_to_do_than_the_others_ends(tmp_path: Path, accelerator: st
     assert_all_ok(launch(tmp_path, cases, accelerator, timeout_s=BEGUN_S), cases)
 
 
-def _sender(number: int, ranks: tuple[int, ...]) -> Callable[[Path, list[Process]], None]:
+def _sender(
+    number: int, ranks: tuple[int, ...], case: str = FOR_EVER
+) -> Callable[[Path, list[Process]], None]:
     """What sends a signal to some processes once all have begun to replay."""
 
     def send(folder: Path, processes: list[Process]) -> None:
         deadline_s = time.monotonic() + BEGUN_S
-        while not all((folder / FOR_EVER / f"begun{rank}").exists() for rank in (0, 1)):
+        while not all((folder / case / f"begun{rank}").exists() for rank in (0, 1)):
             assert time.monotonic() < deadline_s, (folder / "said0.txt").read_text()[-2000:]
             with contextlib.suppress(subprocess.TimeoutExpired):
                 processes[0].wait(timeout=0.1)
@@ -152,18 +155,22 @@ def test_a_signal_ends_all_behind_the_same_batch(
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param((0,), marks=long), (1,), pytest.param((0, 1), marks=long)], ids=str
+    ("case", "ranks"),
+    [
+        (FOR_EVER, (1,)),
+        *(pytest.param(FOR_EVER, ranks, marks=long) for ranks in ((0,), (0, 1))),
+        *(pytest.param(AND_READS, ranks, marks=long) for ranks in ((0,), (1,))),
+    ],
+    ids=str,
 )
-def test_ctrl_c_ends_all(tmp_path: Path, accelerator: str, ranks: tuple[int, ...]) -> None:
-    act = _sender(signal.SIGINT, ranks)
-    ended = launch(
-        tmp_path, [FOR_EVER], accelerator, ALL_ENDED_S, act=act, limit_s=BEGUN_S + ALL_ENDED_S
-    )
+def test_ctrl_c_ends_all(tmp_path: Path, accelerator: str, case: str, ranks: tuple[int, ...]) -> None:
+    act = _sender(signal.SIGINT, ranks, case)
+    ended = launch(tmp_path, [case], accelerator, ALL_ENDED_S, act=act, limit_s=BEGUN_S + ALL_ENDED_S)
     assert [process.status for process in ended] == [1, 1], told(ended)
     for rank, process in enumerate(ended):
-        note = (tmp_path / FOR_EVER / f"ended{rank}").read_text()
+        note = (tmp_path / case / f"ended{rank}").read_text()
         # In a collective, the connection is what it misses; then the reason is told beside it.
-        heard = note + process.cases.get(FOR_EVER, "") + process.said
+        heard = note + process.cases.get(case, "") + process.said
         if ranks == (rank,):
             assert note.startswith("KeyboardInterrupt after "), note
             assert "KeyboardInterrupt" in heard, process
