@@ -16,7 +16,7 @@ MAX_COUNTED = 1024
 
 
 class Sizes:
-    """How often batches had each size in each dimension, and each host value that counts."""
+    """The number of batches with each size of each dimension, and with each host value that counts."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, int | None], Counter[Any]] = {}
