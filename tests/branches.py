@@ -77,6 +77,19 @@ class Quiet:
         self.left = True
 
 
+class Bounds:
+    """Numbers of an object and of its class, and one that code computes."""
+
+    least = 0.5
+
+    def __init__(self) -> None:
+        self.most = 0.5
+
+    @property
+    def computed(self) -> float:
+        return self.most
+
+
 class Loud:
     """A context whose exit ends each exception."""
 
@@ -141,6 +154,24 @@ def compares_with_a_global(x: Any) -> None:
     if x.item() * 1 != 0 or LIMIT < 0:
         return
     raise ValueError
+
+
+def compares_with_an_attribute(x: Any) -> None:
+    bounds = Bounds()
+    if x.item() < bounds.most:
+        raise ValueError
+
+
+def compares_with_an_attribute_first(x: Any) -> None:
+    bounds = Bounds()
+    if bounds.least > float(x):
+        raise ValueError
+
+
+def compares_with_a_property(x: Any) -> None:
+    bounds = Bounds()
+    if x.item() < bounds.computed:
+        raise ValueError
 
 
 def compares_on_the_device(x: Any) -> None:
@@ -405,6 +436,7 @@ def taken_for_the_end(x: Any) -> None:
 CHECKS = [
     *(asserts, asserts_a_number, raises, raises_at_the_end, compares, compares_the_other_way),
     *(compares_for_equality, compares_with_a_local, compares_on_the_device, converts),
+    *(compares_with_an_attribute, compares_with_an_attribute_first),
     *(converts_twice, asks_math, asks_math_itself, has_an_and, has_an_or, has_a_host_condition),
     *(in_a_loop, in_a_quiet_context, in_a_context_behind, with_a_cleanup, with_an_except_that_raises),
     *(called, called_deep),
@@ -412,7 +444,7 @@ CHECKS = [
 OTHERS = [
     *(keeps, keeps_a_copy, keeps_a_bool, returns, returns_one, chooses, skips, calls_what_raises),
     *(may_raise, loops, tries_again, raises_anyway, needs_both, asks_all, asks_a_list, compares_lists),
-    *(compares_with_a_global, converts_to_float),
+    *(compares_with_a_global, compares_with_a_property, converts_to_float),
     *(caught, caught_by_a_caller, caught_in_the_end, caught_in_a_loop, suppressed, in_a_loud_context),
     *(in_an_unknown_context, in_two_contexts, in_a_generator, in_a_property, taken_by_c),
     taken_for_the_end,

@@ -46,6 +46,14 @@ class ReadsANumber(Checks):
                 raise RuntimeError("too large")
 
 
+class ReadsALimit(Checks):
+    limit = LIMIT
+
+    def check(self, x: Tensor) -> None:
+        if not x.detach().abs().max().item() < self.limit:
+            raise RuntimeError("too large")
+
+
 class AsksMath(Checks):
     def check(self, x: Tensor) -> None:
         if not math.isfinite(x.detach().mean()):

@@ -212,6 +212,29 @@ def test_a_run_is_that_of_padding_by_hand(tmp_path: Path, accelerator: str, watc
     assert graph.module.apart["lengths"] == {5, 9, 11}  # type: ignore[union-attr]
 
 
+class ReadsLength(Tagger):
+    """Weighs a batch by its length before the padding."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * batch["length"]
+
+
+def test_the_step_gets_the_length_before_the_padding(tmp_path: Path, accelerator: str) -> None:
+    """A tensor: batches of many lengths share the graph of their bucket."""
+    padded = Buckets(BUCKETS, VALUES, length_key="length")
+
+    def by_hand_with_length() -> Any:
+        batches = zip(texts(LENGTHS, by_hand), LENGTHS, strict=True)
+        given = [{**batch, "length": torch.tensor(length)} for batch, length in batches]
+        return DataLoader(given, batch_size=None)  # type: ignore[arg-type]
+
+    options: dict[str, Any] = {"accelerator": accelerator, "build": ReadsLength}
+    plain = fit(tmp_path, "plain", None, by_hand_with_length(), **options)
+    graph = fit(tmp_path, "graph", CUDAGraphCallback(pad_to=padded), texts(LENGTHS), **options)
+    assert_same(plain, graph)
+    assert (graph.counts.captures, graph.counts.replayed) == (2, len(LENGTHS) - 6 - 4)
+
+
 def test_a_run_without_graphs_is_padded_too(tmp_path: Path, accelerator: str) -> None:
     plain = fit(tmp_path, "plain", None, texts(LENGTHS, by_hand), accelerator=accelerator)
     callback = CUDAGraphCallback(pad_to=[Buckets(BUCKETS, VALUES)], backend="off")

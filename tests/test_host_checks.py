@@ -37,6 +37,7 @@ FORMS = [
         raising.Asserts,
         raising.Raises,
         raising.ReadsANumber,
+        raising.ReadsALimit,
         raising.AsksMath,
         raising.Distributes,
         raising.ChoosesAnAction,
@@ -92,6 +93,21 @@ def test_found(tmp_path: Path, accelerator: str, form: Callable[[], Net]) -> Non
     assert graph.counts.replayed > 2
     # The step had run, and maybe later ones; nothing of them is saved.
     assert {*graph.checkpoints} == {*plain.checkpoints}
+
+
+class Tightens(raising.ReadsALimit):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.limit = 0.0 if self.global_step >= BAD else raising.LIMIT
+
+
+def test_a_limit_that_changes(tmp_path: Path, accelerator: str) -> None:
+    """The graph with the old one is not replayed."""
+    good = loader(ragged=False, batches=BATCHES)
+    found = _failed(tmp_path, accelerator, Tightens, train_loader=good, raises=RuntimeError)
+    assert str(found.error) == "too large"
+    assert found.trainer is not None
+    assert found.trainer.global_step == BAD
+    assert found.counts.replayed == BAD - 3
 
 
 def test_message(tmp_path: Path, accelerator: str) -> None:

@@ -362,6 +362,19 @@ def test_paths(tmp_path: Path, accelerator: str, build: Any, captures: int) -> N
     assert run.counts.eager == {}
 
 
+def test_more_batch_sizes_than_graphs(tmp_path: Path, accelerator: str) -> None:
+    """The report's first line names those to pad to."""
+    sizes = [torch.ones(1 + i % 12, 4) for i in range(240)]
+    batches = DataLoader([(each,) for each in sizes], batch_size=None)  # type: ignore[arg-type]
+    callback = CUDAGraphCallback(max_graphs=4, verify=None)
+    kwargs: dict[str, Any] = {"max_epochs": 1, "checkpoint_every": 0, "watched": False}
+    kwargs |= {"train_loader": batches, "val_loader": loader(), "accelerator": accelerator}
+    run = train(make(QLearner), tmp_path, callback, **kwargs)
+    assert run.counts.captures == 4
+    first = str(run.summary).splitlines()[0]
+    assert "% of your steps ran eagerly: dimension 0 of `batch[0]` has 12 lengths; pad it to" in first
+
+
 @pytest.mark.long
 def test_a_kept_tensor_of_another_size(tmp_path: Path, accelerator: str) -> None:
     def ragged() -> DataLoader[Any]:

@@ -10,7 +10,8 @@ rates and step counters (test_family, test_step), fp16 (test_fp16, test_step_cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,43 @@ def host_arrays(device: str, graphed: Graphed) -> Any:
     return outputs
 
 
+@torch.library.custom_op("patterns::grouped_product", mutates_args=())
+def grouped_product(inputs: Tensor, weights: Tensor, rows: list[int], width: int) -> Tensor:
+    """A product for each pair of addresses, of float32 on the host."""
+
+    def there(address: int, n: int) -> Tensor:
+        array = (ctypes.c_float * (n * width)).from_address(address)
+        return torch.frombuffer(array, dtype=torch.float32).view(n, width)
+
+    pairs = zip(inputs.tolist(), weights.tolist(), rows, strict=True)
+    return torch.cat([there(x, n) @ there(weight, width) for x, weight, n in pairs])
+
+
+def arrays_of_addresses(device: str, graphed: Graphed) -> Any:
+    """A grouped product: arrays of addresses are made on the host, copied, and gone after the step."""
+    weights = [torch.randn(6, 6, device=device) for _ in range(3)]
+    rows = [1, 2, 1]
+
+    def addresses(tensors: Sequence[Tensor]) -> Tensor:
+        found = [tensor.data_ptr() for tensor in tensors]
+        return torch.tensor(found, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+
+    def step(x: Tensor) -> Tensor:
+        inputs = [torch.tanh(part) for part in x.split(rows)]
+        return grouped_product(addresses(inputs), addresses(weights), rows, 6)
+
+    step = graphed(step)
+    outputs = []
+    for x in batches(device, shape=(4, 6)):
+        outputs.append(step(x))
+        del [torch.full((3,), 7) for _ in range(64)][:]
+        expected = [
+            torch.tanh(part) @ weight for part, weight in zip(x.split(rows), weights, strict=True)
+        ]
+        assert torch.equal(outputs[-1], torch.cat(expected))
+    return outputs
+
+
 # Numbers that are others in each iteration.
 
 
@@ -644,6 +682,13 @@ def test_works(accelerator: str, loop: Loop, replays: list[int]) -> None:
     for each in calls:
         assert not each.eager, each
         assert not each.recaptures or loop is told_which  # more gradients, and more momentum, at first
+
+
+def test_arrays_of_addresses(accelerator: str) -> None:
+    if accelerator == "gpu":
+        pytest.skip("the kernel that reads the addresses is one of the host")
+    (calls,) = both(arrays_of_addresses, accelerator)
+    assert (calls.replayed, calls.eager) == (9, {})
 
 
 BRANCH = "a Python branch on a tensor"

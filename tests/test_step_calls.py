@@ -196,6 +196,21 @@ def test_more_shapes_than_graphs(accelerator: str) -> None:
     assert step.summary.calls.eager[reason] == 7
 
 
+def test_the_report_names_the_lengths_to_pad_to(accelerator: str) -> None:
+    """Lengths 3 to 6 have graphs; with so many others, the eldest of them are forgotten, and counted."""
+    step = GraphedStep(lambda x: x * 2, max_graphs=4, verify=None)
+    lengths = [*range(3, 7)] * 4 + [*range(7, 103)]
+    for length in lengths:
+        step(torch.ones(2, length, device=device_of(accelerator)))
+    eager = len(lengths) - 16
+    first = str(step.summary).splitlines()[0]
+    assert (
+        f"{100 * eager // len(lengths)}% of your calls ran eagerly: dimension 1 of `arguments[" in first
+    )
+    assert "has 100 lengths; pad it to 18, 46, 74 or 102 (docs/recipes/buckets.md); 4 of 112" in first
+    step.close()
+
+
 class TakesTurns(Loop):
     """Every second call finds the model in another mode, with other parameters frozen."""
 

@@ -46,7 +46,8 @@ class StepCounts:
 
     Attributes:
         evictions: signatures with released graphs, in favour of others.
-        eager_by_signature: batches that were to run eagerly: their signature had not earned a graph.
+        eager_by_signature: batches that were to run eagerly: their signature has earned no graph, or is
+            one too many.
         not_captured: the reason why nothing was captured, if batches have too many signatures.
     """
 

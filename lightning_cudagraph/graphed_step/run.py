@@ -22,6 +22,7 @@ from lightning_cudagraph.capture.context import CaptureSettings, RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
+from lightning_cudagraph.capture.signatures.sizes import Sizes
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
@@ -164,6 +165,7 @@ class StepRun:
         self._notes: list[str] = []  # of kinds that were dropped
         self._specializations: dict[Signature, _Specialization] = {}
         self._last: _Specialization | None = None
+        self._sizes = Sizes()  # of kinds that made room for others
         of.framework.check()
         refuse_rebound_methods()
         refuse_unsupported_modules(of.model, averaged=True)
@@ -196,9 +198,12 @@ class StepRun:
 
     @property
     def summary(self) -> RunSummary:
+        calls = {kind.signature: kind.calls for kind in self._specializations.values()}
+        max_graphs = self._context.settings.max_graphs
+        remedy = self._wording.of(self._sizes.remedy(calls, max_graphs, self._reads))
         return RunSummary(
             backend=self.backend.description,
-            calls=StageSummary.of(self.counts, self._context.verifier.checked),
+            calls=StageSummary.of(self.counts, self._context.verifier.checked, remedy=remedy),
             notes=tuple(self.notes),
         )
 
@@ -319,6 +324,7 @@ class StepRun:
         signature = self._signature(arguments, mode)
         if signature not in self._specializations:
             for kind in make_room(self._specializations, lambda kind: not kind.engine.graphs):
+                self._sizes.add(kind.signature, kind.calls)
                 kind.engine.close()
             self._specializations[signature] = self._specialized(signature, mode, arguments.batch)
         return self._specializations[signature], None

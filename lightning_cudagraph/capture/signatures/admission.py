@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Generic
 
 from lightning_cudagraph.capture.context import EngineContext
+from lightning_cudagraph.capture.signatures.sizes import MAX_COUNTED, Sizes
 from lightning_cudagraph.capture.steps import AccumulationPhase, T
-from lightning_cudagraph.errors import AS_NUMBER, UnsupportedError
+from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
-from lightning_cudagraph.tensors.buckets import best_lengths
 
 # Batches of a signature before its warm-up begins.
 _BATCHES_TO_EARN = 8
-# Signatures without a graph that are counted.
-_MAX_COUNTED = 1024
 # After so many released graphs in a row with fewer than so many replays each, none is released for
 # another signature any more.
 _MAX_SHORT_LIVES = 4
@@ -52,7 +50,7 @@ class Admission(Generic[T]):
         self._short_lives = 0  # in a row
         self._first: Signature | None = None  # that had a graph
         self._have_several = False
-        self._sizes: dict[tuple[str, int | None], Counter[Any]] = {}  # of forgotten candidates
+        self._sizes = Sizes()  # of forgotten candidates
 
     def refusal(self, signature: Signature, accumulation: AccumulationPhase) -> str:
         """Return the reason why a batch must run eagerly; empty if its signature has or gets a graph."""
@@ -61,7 +59,11 @@ class Admission(Generic[T]):
             return ""
         if not self._run.earns_graphs:
             known = self._candidates.get(signature)
-            return (known.refused if known else "") or signatures.one_too_many(signature)
+            if known is not None and known.refused:
+                return known.refused
+            if one_too_many := signatures.one_too_many(signature):
+                self._run.counts.eager_by_signature += 1
+            return one_too_many
         candidate = self._came(signature)
         before = [*candidate.came]
         graphs.batches += 1
@@ -93,14 +95,14 @@ class Admission(Generic[T]):
             candidate = _Candidate()
         candidate.batches += 1
         self._candidates[signature] = candidate  # the latest last
-        if len(self._candidates) > _MAX_COUNTED:
+        if len(self._candidates) > MAX_COUNTED:
             self._forget(next(iter(self._candidates)))
         return candidate
 
     def _forget(self, signature: Signature, replays: int = 0) -> None:
         """Forget a candidate, but not the sizes of its batches."""
         if (candidate := self._candidates.pop(signature, None)) is not None:
-            _count(self._sizes, signature, candidate.batches + replays)
+            self._sizes.add(signature, candidate.batches + replays)
 
     def _another(self, signature: Signature) -> str:
         wording, first = self._run.wording, self._first
@@ -176,35 +178,9 @@ class Admission(Generic[T]):
     @property
     def remedy(self) -> str:
         """The part of batches that varies most, and what to do about it; empty if none does."""
-        counts = {place: counter.copy() for place, counter in self._sizes.items()}
-        for signature, candidate in self._candidates.items():
-            graphs = self._graphs.of(signature)
-            _count(counts, signature, candidate.batches + (0 if graphs is None else graphs.n_replays))
-        varied = {place: counter for place, counter in counts.items() if len(counter) > 1}
-        if not varied:
-            return ""
-        (path, dimension), found = max(varied.items(), key=lambda item: len(item[1]))
-        number = len(found)
-        least = "more than " if number >= _MAX_COUNTED else ""
-        if dimension is None:
-            where = self._graphs.reads.described(path)
-            kind = f" ({AS_NUMBER})" if any(value[0] is float for value in found) else ""
-            return f"`{path}`{where} has {least}{number} values; pass it as a tensor{kind}"
-        most = self._run.settings.max_graphs
-        # Fewer lengths than graphs can be too many too, if they come seldom or something else varies.
-        *chosen, longest = best_lengths(found, most if number > most else number // 2)
-        lengths = f"{', '.join(map(str, chosen))} or {longest}" if chosen else str(longest)
-        return (
-            f"dimension {dimension} of `{path}` has {least}{number} lengths; pad it to {lengths}"
-            " (docs/recipes/buckets.md)"
-        )
-
-
-def _count(
-    sizes: dict[tuple[str, int | None], Counter[Any]], signature: Signature, batches: int
-) -> None:
-    """Count the sizes of batches of a signature, of not too many different ones."""
-    for place, size in signature.sizes().items():
-        counter = sizes.setdefault(place, Counter())
-        if size in counter or len(counter) < _MAX_COUNTED:
-            counter[size] += batches
+        batches = {
+            signature: candidate.batches + (0 if graphs is None else graphs.n_replays)
+            for signature, candidate in self._candidates.items()
+            for graphs in [self._graphs.of(signature)]
+        }
+        return self._sizes.remedy(batches, self._run.settings.max_graphs, self._graphs.reads)

@@ -200,7 +200,7 @@ class _Search:
             if now.opname == "UNARY_NOT":
                 steps.append(operator.not_)
             elif now.opname == "COMPARE_OP":  # number < value
-                number = None if began is None else self._number(began - 1)
+                number = None if began is None else self._number_before(began)
                 if number is None or (compare := _COMPARES.get(_symbol(now))) is None:
                     return None
                 numbers.append(number)
@@ -209,8 +209,9 @@ class _Search:
                 if (function := self._function(index)) is None:
                     return None
                 steps.append(function)
-            elif (number := self._number(index)) is not None:  # value < number
-                now = self._all[index := index + 1]
+            elif (loaded := self._number(index))[0] is not None:  # value < number
+                number, index = loaded
+                now = self._all[index]
                 if now.opname != "COMPARE_OP" or (compare := _COMPARES.get(_symbol(now))) is None:
                     return None
                 numbers.append(number)
@@ -321,17 +322,32 @@ class _Search:
             index += 1
         return found, index + (self._all[index].opname == "PUSH_NULL")
 
-    def _number(self, index: int) -> Any:
-        """The number that an instruction loads; None for anything else."""
-        now = self._all[index] if index >= 0 else None
-        found = None
-        if now is not None and now.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+    def _number_before(self, end: int) -> Any:
+        """The number that the instructions before one load; None for anything else."""
+        begin = end - 1
+        while begin > 0 and _loads_method(self._all[begin]):
+            begin -= 1
+        number, behind = self._number(begin) if begin >= 0 else (None, end)
+        return number if behind == end else None
+
+    def _number(self, index: int) -> tuple[Any, int]:
+        """The number that instructions load, or None for anything else; and the index behind them."""
+        now, found, end = self._all[index], None, index + 1
+        if now.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
             found = now.argval
-        elif now is not None and now.opname in ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"):
+        elif now.opname in ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"):
             found = self._frame.f_locals.get(now.argval)
-        elif now is not None and now.opname == "LOAD_GLOBAL":
-            found = self._loaded(index)[0]
-        return found if type(found) in _NUMBERS else None
+        elif now.opname == "LOAD_GLOBAL":
+            found, end = self._loaded(index)
+        while _loads_method(self._all[end]):
+            found, end = _attribute(found, self._all[end].argval), end + 1
+        return (found if type(found) in _NUMBERS else None), end
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """An attribute that no code computes; None for any other."""
+    lookup: Any = type(owner).__getattribute__
+    return inspect.getattr_static(owner, name, None) if lookup is object.__getattribute__ else None
 
 
 def _comparison(compare: Callable[..., Any], number: Any, is_first: bool) -> Callable[[Any], Any]:

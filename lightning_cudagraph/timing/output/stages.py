@@ -24,7 +24,8 @@ class StageSummary:
         warmed_up: number of warm-up steps, which ran eagerly before a capture.
         replayed: number of replayed steps.
         eager: number of other eager steps, by reason.
-        eager_by_signature: number of batches that ran eagerly: their signature had not earned a graph.
+        eager_by_signature: number of batches that ran eagerly: their signature has earned no graph, or
+            is one too many.
         remedy: the dimension of batches that varies most and what to do about it; empty if none does.
         captures: number of successful captures.
         evictions: number of batch signatures with graphs that were released for another one's.
