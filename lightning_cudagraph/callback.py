@@ -126,7 +126,7 @@ class CUDAGraphCallback(Callback):
         timings: LayerTimings | None = _AUTOMATIC_LAYERS,
         verify: Verification | None = _DEFAULT_CHECKS,
         evaluation: bool = False,
-        max_graphs: int = 8,
+        max_graphs: int = 16,
         pad_to: Buckets | Sequence[Buckets] | None = None,
         compile: bool = False,
         harmless: Sequence[str] = (),

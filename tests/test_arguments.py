@@ -119,7 +119,7 @@ def test_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(CONFIG)
     cli = LightningCLI(Net, run=False, args=["--config", str(file)], seed_everything_default=3)
     plain, none, some, auto, pads, pads_two = cli.trainer.callbacks[:6]  # type: ignore[attr-defined]
-    assert (plain.verify, plain.timings, plain.max_graphs) == (Verification(), LayerTimings(), 8)
+    assert (plain.verify, plain.timings, plain.max_graphs) == (Verification(), LayerTimings(), 16)
     assert (none.verify, none.streams, none.max_graphs, none.timings) == (None, 4, 2, None)
     assert some.verify == Verification(replays=3, every_n_steps=100)
     assert some.streams == AutoStreams(memory_bytes=1000)

@@ -116,7 +116,7 @@ class GraphedStep(Generic[P, R]):
         on_unsupported: Literal["raise", "eager"] = "raise",
         harmless: Sequence[str] = (),
         backend: Literal["auto", "cuda", "emulator", "off"] = "auto",
-        max_graphs: int = 8,
+        max_graphs: int = 16,
         streams: AskedStreams = "auto",
     ) -> None:
         if not callable(function):

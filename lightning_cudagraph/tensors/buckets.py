@@ -96,7 +96,7 @@ class Buckets:
         Args:
             lengths: the lengths of batches, such as those of one epoch. If a batch is padded to the
                 longest of its sequences, its length is theirs.
-            max_buckets: how many lengths at most; up to `CUDAGraphCallback(max_graphs=8)` have graphs.
+            max_buckets: how many lengths at most; up to `CUDAGraphCallback(max_graphs=16)` have graphs.
             values: as for the class.
             dim: as for the class.
             length_key: as for the class.

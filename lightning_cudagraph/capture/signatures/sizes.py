@@ -13,6 +13,8 @@ from lightning_cudagraph.tensors.host_values import HostReads
 
 # Different sizes of one dimension that are counted.
 MAX_COUNTED = 1024
+# The most lengths to pad to that a remedy names: more save little padding, and each costs a capture.
+_NAMED_LENGTHS = 8
 
 
 class Sizes:
@@ -52,7 +54,8 @@ class Sizes:
             kind = f" ({AS_NUMBER})" if any(value[0] is float for value in found) else ""
             return f"`{path}`{where} has {least}{number} values; pass it as a tensor{kind}"
         # Fewer lengths than graphs can be too many too, if they come seldom or something else varies.
-        *chosen, longest = best_lengths(found, max_graphs if number > max_graphs else number // 2)
+        most = min(max_graphs if number > max_graphs else number // 2, _NAMED_LENGTHS)
+        *chosen, longest = best_lengths(found, most)
         lengths = f"{', '.join(map(str, chosen))} or {longest}" if chosen else str(longest)
         return (
             f"dimension {dimension} of `{path}` has {least}{number} lengths; pad it to {lengths}"
