@@ -317,6 +317,22 @@ class Covariance(Reads):
         normal(x[:, :2], x.new_ones(2).diag(), validate_args=False)  # BAD
 
 
+class CheckedCovariance(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        torch.distributions.MultivariateNormal(x[:, :2], x.new_ones(2).diag())  # BAD
+
+
+class LowRank(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        torch.distributions.LowRankMultivariateNormal(x, x[..., None], x.exp())  # BAD
+
+
+class ChoosesADistribution(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        bends = torch.distributions.VonMises(x, x.exp())
+        bends.sample() if self.training else bends.mean  # BAD
+
+
 class MaskOfATransformer(Reads):
     def __init__(self) -> None:
         super().__init__()
@@ -525,6 +541,49 @@ class FlipsByChance(Reads):
         flips = random.random() < 0.5  # BAD
         if flips:
             x = x.flip(1)
+
+
+class FlipsByTorch(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        chance = torch.rand(1)
+        if chance < 0.5:  # BAD
+            x = x.flip(1)
+
+
+class Crops(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        at = torch.randint(0, 2, (1,)).item()  # BAD
+        x = x[:, at : at + 4]
+
+
+class Brightens(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        x = x * torch.empty(1).uniform_(0.8, 1.2).item()  # BAD
+        nn.functional.pad(x, (1, 1))
+
+
+class Plays(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = 0
+        self.seen: list[float] = []
+
+    def play(self) -> None:
+        reward = random.random()
+        self.turns += 1
+        self.seen.append(reward)
+
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.play()  # BAD
+
+
+class MakesAMask(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        padding = x > 0
+        bias = torch.where(padding, 0.0, -1e9)
+        if padding.all():  # BAD
+            bias = None  # type: ignore[assignment]
+        del bias
 
 
 class MaskCompared(Reads):
@@ -777,6 +836,9 @@ REMEDIES: dict[type[Net], str] = {
     PointerOfColumns: PLACES,
     NotItself: "Count in a buffer, `self.bad",
     Covariance: "`scale_tril=torch.linalg.cholesky_ex(covariance)[0]`",
+    CheckedCovariance: "Pass `validate_args=False` to the distribution.*docs/recipes/distributions.md",
+    LowRank: "Use `MultivariateNormal(loc, scale_tril=.*`factor @ factor.mT + torch.diag_embed(",
+    ChoosesADistribution: "A function of torch reads the value in its own code",
     MaskOfATransformer: "Pass `is_causal=True` beside a causal mask",
     LengthInSlice: MASK,
     Length: MASK,
@@ -803,6 +865,11 @@ REMEDIES: dict[type[Net], str] = {
     SetsTheRate: "changes `param_groups[0]['lr']` of the.*Set it in `on_train_batch_start`, or let a",
     SetsTheDecay: "changes `param_groups[0]['weight_decay']` of the.*Set it in `on_train_batch_start`",
     CallsAScheduler: "use of `LRScheduler.step`.*Call it in `on_train_batch_start`",
+    FlipsByTorch: "Move an augmentation.*to `on_after_batch_transfer`",
+    Crops: "Move an augmentation.*to `on_after_batch_transfer`",
+    Brightens: "Move an augmentation.*to `on_after_batch_transfer`",
+    Plays: "calls `play`, which uses or changes.*docs/recipes/environments.md",
+    MakesAMask: "Always pass the mask.*docs/recipes/attention_masks.md",
     MaskCompared: "Always pass the mask.*docs/recipes/attention_masks.md",
     MaskOfAnotherName: "Always pass the mask.*docs/recipes/attention_masks.md",
     PassesOnNone: "on a tensor.*Return the loss of every batch.*`optimizer.found_inf = self.skip`",

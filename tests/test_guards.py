@@ -29,6 +29,7 @@ from lightning_cudagraph.checks.guards.guards import (
     OutsideModel,
     Unguarded,
 )
+from lightning_cudagraph.checks.guards.remedies import kind_of
 from lightning_cudagraph.checks.guards.switches import global_switches
 from lightning_cudagraph.checks.walk.scope import Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
@@ -514,6 +515,21 @@ def test_the_remedy_by_what_has_changed(holder: Any, was: Any, now: Any, remedy:
         holder.p = now
     (moved,) = walk.changes()
     assert Change.of(moved, []).remedy.startswith(remedy)
+
+
+def test_the_remedy_for_a_list_that_grows() -> None:
+    """The changes of all its members are of one kind."""
+    holder: Any = _Holder()
+    holder.kept = []
+    kinds = set()
+    for value in (1.5, 2.5):
+        walk = Walk([Root(holder, "", "the model", is_entered=True)], Scope(reads=frozenset({"kept"})))
+        holder.kept.append(value)
+        (moved,) = walk.changes()
+        change = Change.of(moved, [])
+        assert change.remedy.startswith("If the step appends it, return it in its place")
+        kinds.add(kind_of(change))
+    assert kinds == {"`kept[...]` of the model was set"}
 
 
 @pytest.mark.parametrize(

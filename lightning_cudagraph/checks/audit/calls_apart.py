@@ -23,8 +23,8 @@ from lightning_cudagraph.device.lines.user_lines import (
 )
 from lightning_cudagraph.errors import Finding, Location, see
 
-# Lines with effects; a few are mended one by one.
-_FEWEST_EFFECTS = 3
+# Lines, and those with effects; a few are mended one by one.
+_FEWEST, _FEWEST_EFFECTS = 3, 2
 _MOST_NAMED = 5
 _NAME = re.compile(r"`[^`]*`")
 # Of training alone.
@@ -103,8 +103,9 @@ def in_one(findings: Iterable[Finding], calls: CallsApart) -> list[Finding]:
             inside.setdefault(call, []).append(each)
     found = {id(each): each for each in findings}
     for call, group in inside.items():
-        effects = {each.location.line for each in group if each.location and each.is_effect}
-        if len(effects) >= _FEWEST_EFFECTS:
+        lines = {each.location for each in group}
+        effects = {each.location for each in group if each.is_effect}
+        if len(lines) >= _FEWEST and len(effects) >= _FEWEST_EFFECTS:
             first, *others = group
             found[id(first)] = _as_one(call, group)
             for each in others:

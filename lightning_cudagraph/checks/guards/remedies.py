@@ -34,6 +34,10 @@ _HAND_OVER = (
     " step itself sets it, let it keep the tensor: `self.last = loss.detach()`."
     + see("changing_numbers")
 )
+_APPENDED = (
+    "If the step appends it, return it in its place, and take it from the outputs in"
+    " `on_train_batch_end`. Else hand" + _HAND_OVER.removeprefix("Hand")
+)
 _WRITE_INTO_IT = (
     "Keep the tensor, best as a registered buffer, and write into it with `copy_` or `fill_`."
     + see("changing_numbers")
@@ -91,7 +95,7 @@ _VALUES = (
         re.compile(r" had .* in the captured step, has .* now(?= at |$)", re.DOTALL),
         " got another argument",
     ),
-    (re.compile(r"\[\d+\](?=` of .* was set$)"), "[...]"),  # a list that grows
+    (re.compile(r"\[\d+\](` of .* was set).*", re.DOTALL), r"[...]\1"),  # a list that grows
 )
 
 
@@ -116,6 +120,8 @@ def remedy_of_part(moved: Moved, where: Location | None) -> str:
         return DRAW_THE_MASK + see("changing_numbers")
     if moved.label == "":  # the contents of a buffer, compared as bytes
         return _HAND_OVER
+    if moved.was is UNSET and isinstance(holder, list):
+        return _APPENDED
     value = moved.was if moved.now is UNSET else moved.now
     if isinstance(value, bool):
         return _FLAG.format(moved.attribute)

@@ -34,6 +34,8 @@ _PASS_ON = (
     *("enumerate", "zip", "sorted", "reversed", "list", "tuple", "set"),
 )
 _ASK_ALL = ("all", "any")
+# Functions of torch, and methods of tensors.
+_DRAWS = {"rand", "randn", "randint", "randperm", "bernoulli", "uniform_", "normal_", "random_"}
 # What takes numbers alone: these also of arithmetic with a variable, which may be a tensor.
 _OF_NUMBERS = {WINDOW, START, STOP, "range"}
 
@@ -183,6 +185,21 @@ def branch(where: Location) -> str:
     return "" if found is None else _kind_of(found, parents)
 
 
+def reads_host_draw(where: Location) -> bool:
+    """True for a line that reads, or branches on, what torch draws without a `device`."""
+    parents = _parents_in(where)
+    on_line = [each for each in parents if _is_on(each, where.line)]
+    read = [each for each in on_line if _name(each) in _READ]
+    tests = (each.test for each in on_line if isinstance(each, (ast.If, ast.IfExp)))
+    inside = [node for each in (*read, *tests) if _is_on(each, where.line) for node in ast.walk(each)]
+    used = {each.id for each in inside if isinstance(each, ast.Name)}
+    for each in ast.walk(_function_around(inside[0], parents)) if inside else ():
+        if isinstance(each, ast.Assign) and used & _bound(each.targets):
+            inside += ast.walk(each.value)
+    has_device = any(isinstance(each, ast.keyword) and each.arg == "device" for each in inside)
+    return not has_device and any(_name(each) in _DRAWS for each in inside)
+
+
 def is_called(where: Location) -> bool:
     """True for a line of a function that code of its file calls, such as a helper of a step."""
     return where.function in _parents_in(where).calls
@@ -213,16 +230,16 @@ def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
         if skips and (kind := _kind_of_function(_function_around(node, parents), parents)):
             return kind
         bound = [each for each in outcomes if isinstance(each, ast.Assign) and _is_none(each.value)]
-        leaves_out = any(asked & _names(each.targets) for each in bound)
+        lacks, leaves_out = bool(bound), any(asked & _names(each.targets) for each in bound)
     else:
         outcomes = [node.body, node.orelse]
-        leaves_out = any(map(_is_none, outcomes))
+        lacks = leaves_out = any(map(_is_none, outcomes))
         skips = leaves_out and isinstance(parents[node], ast.Return)
     inside = [*ast.walk(node.test)]
     if any(_name(each) in _ASK_ALL or isinstance(each, (ast.In, ast.NotIn)) for each in inside):
         # A mask of padding is not compared by size, and not written at.
         is_mask = not any(map(_compares_values, inside)) and not asked & _names(_indices(outcomes))
-        return ASKS_MASK if skips or leaves_out or (is_mask and asked & _names(outcomes)) else CHOOSES
+        return ASKS_MASK if skips or lacks or (is_mask and asked & _names(outcomes)) else CHOOSES
     return SKIPS if skips else ASKS_MASK if leaves_out else CHOOSES
 
 

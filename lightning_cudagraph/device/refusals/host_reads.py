@@ -29,7 +29,9 @@ from lightning_cudagraph.device.refusals.consumers import (
     consumers,
     has_window,
     instead_of,
+    of_draw,
     of_item,
+    reads_host_draw,
     recurs,
 )
 from lightning_cudagraph.errors import Location, see
@@ -100,8 +102,17 @@ _READERS = (
     ),
     _Reader(
         "torch/distributions/",
-        # The base class's file reads for checks alone; torch 2.15 has a function for that there.
-        lambda function, file: function in ("__init__", "_validate_sample") or file == "distribution.py",
+        lambda function, file: function in ("_precision_to_scale_tril", "_batch_capacitance_tril"),
+        "Use `MultivariateNormal(loc, scale_tril=torch.linalg.cholesky_ex(covariance)[0],"
+        " validate_args=False)`. The covariance is `torch.linalg.inv_ex(precision)[0]`; of low rank,"
+        " `factor @ factor.mT + torch.diag_embed(diagonal)`." + see("distributions"),
+    ),
+    _Reader(
+        "torch/distributions/",
+        # These files read for checks alone; torch 2.15 has a function for that in the first.
+        lambda function, file: (
+            function in ("__init__", "_validate_sample") or file in ("distribution.py", "constraints.py")
+        ),
         "Pass `validate_args=False` to the distribution: its checks read all arguments on the host."
         + see("distributions"),
     ),
@@ -344,7 +355,9 @@ def _compares(where: Location) -> bool:
 
 
 def _decides(call: TorchCall, where: Location) -> bool:
-    """True for a branch, also on a variable that a line binds to what it reads."""
+    """True for a branch, also on a variable that a line binds to what it reads; not one in a library."""
+    if where.called is not None:
+        return False
     return call.name in _BRANCHES or (call.name in _READS and BRANCH in consumers(where))
 
 
@@ -370,6 +383,10 @@ def of_use(call: TorchCall | None, where: Location | None, words: Words) -> Word
             return use.what, use.remedy
     if call.name == "tolist" and (of_each := of_loop(where, words)) != words:
         return of_each
+    is_read = call.name in (*_BRANCHES, *_READS) and where.called is None
+    if is_read and reads_host_draw(where):
+        by = {BRANCH} if call.name in _BRANCHES else consumers(where)
+        return words[0], of_draw(by, "") + see("host_random")
     if instead := instead_of(_consumers_of(call, where)):
         return words[0], instead
     for use in _USES:
