@@ -5,12 +5,14 @@ They are looked at and guarded as all others are. `tests/gpu/test_typed_in.py` r
 
 from __future__ import annotations
 
+import io
 import linecache
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ import pytest
 import torch
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep, UnsupportedError
-from tests.harness import assert_same, make, train
+from tests.harness import Net, assert_same, make, train
 from tests.loops import device_of
 
 SOURCE = """
+from dataclasses import dataclass
+
 import torch
 from tests.harness import Net
 
@@ -67,6 +71,17 @@ class Counts(Net):
     def training_step(self, batch, batch_idx):
         self.n += 1
         return super(Counts, self).training_step(batch, batch_idx)
+
+
+@dataclass
+class Held:
+    value: torch.Tensor
+
+
+class Compares(Net):
+    def training_step(self, batch, batch_idx):
+        assert Held(batch[0].sum()) == Held(batch[0].sum())
+        return super(Compares, self).training_step(batch, batch_idx)
 """
 # What the code is called, and the module that it says it is.
 CALLED = {"<stdin>": "__main__", "<string>": "of_nobody", "<ipython-input-3-abc>": "__main__"}
@@ -118,6 +133,44 @@ def test_what_a_replay_would_not_repeat_is_named(
         train(make(names[name]), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
     line = {"Prints": 'print("a step")', "Counts": "self.n += 1"}[name]
     assert re.search(rf" {re.escape(file)}:\d+ \(`{re.escape(line)}`\)", str(refused.value))
+
+
+@pytest.mark.parametrize("file", ["<ipython-input-3-abc>"], indirect=True)
+def test_the_line_that_calls_generated_code_is_named(
+    tmp_path: Path, accelerator: str, names: dict[str, Any], file: str
+) -> None:
+    module = make(names["Compares"])
+    with pytest.raises(CaptureError) as refused:
+        train(module, tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    location = refused.value.location
+    assert location is not None
+    assert (location.path, location.source) == (file, "assert Held(batch[0].sum()) == Held(batch[0].sum())")
+
+
+@dataclass
+class Token:
+    text: str
+
+
+class WritesThroughAMethod(Net):
+    """Code of a dataclass sets an attribute of the same name as the one with the effect."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.text = io.StringIO()
+        self.put = self.text.write
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.put(Token("a step").text)
+        return super().training_step(batch, batch_idx)
+
+
+def test_generated_code_is_no_line_of_an_effect(tmp_path: Path, accelerator: str) -> None:
+    with pytest.raises(CaptureError, match="`text`") as refused:
+        train(make(WritesThroughAMethod), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+    location = refused.value.location
+    assert location is not None
+    assert location.path == os.path.abspath(__file__)
 
 
 def test_code_without_a_name_is_refused(tmp_path: Path, accelerator: str) -> None:

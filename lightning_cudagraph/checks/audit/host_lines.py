@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lightning_cudagraph.checks.walk.parts import Moved
-from lightning_cudagraph.device.lines.user_lines import is_installed, location_in
+from lightning_cudagraph.device.lines.user_lines import has_source, is_installed, location_in
 from lightning_cudagraph.errors import Location
 
 # The generator that the functions of `numpy.random` draw from.
@@ -42,8 +42,7 @@ _NOWHERE = 3
 
 def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
     """The first line that sets the changed attribute, changes an item of it, or mentions it."""
-    codes = _own([*codes])
-    keys = _keys_in(change)
+    codes, keys = [*codes], _keys_in(change)
     lines = (first_line(name, change.draws, codes, keys) for name in _names_of(change))
     return next((line for line in lines if line is not None), None)
 
@@ -62,8 +61,9 @@ def _keys_in(change: Moved) -> tuple[str, ...]:
 
 
 def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
-    """Drop code of installed packages if there is other code, which has called it."""
-    return [code for code in codes if not is_installed(code.co_filename)] or codes
+    """Drop code of installed packages and generated code if there is other code, which has called it."""
+    own = [code for code in codes if not is_installed(code.co_filename)]
+    return [code for code in own if has_source(code)] or own or codes
 
 
 def _names_of(change: Moved) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def first_line(
         keys: texts by which an item of it is found. Lines that write others behind the name are left
             out.
     """
-    codes = [*codes]
+    codes = _own([*codes])
     found = [*_lines(name, draws, codes)]
     if keys:
         written = [(_keys_behind(name, code, line), (rank, code, line)) for rank, code, line in found]

@@ -106,6 +106,12 @@ def location_in(code: CodeType, line: int) -> Location:
     return Location(path, line, linecache.getline(path, line).strip(), function=code.co_name)
 
 
+def has_source(code: CodeType) -> bool:
+    """True for code with a line to show; generated code has none, such as methods of dataclasses."""
+    file = code.co_filename
+    return not file.startswith("<") or bool(linecache.getline(file, code.co_firstlineno))
+
+
 def is_installed(path: str) -> bool:
     """True for a file of an installed package."""
     return any(folder in path for folder in _INSTALLED)
@@ -122,9 +128,10 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
     """The innermost of `frames` that belongs to neither torch, Lightning nor this package.
 
     Frames of other installed packages are given as what the user's own frame comes to, if there is one.
-    Frames with a file are preferred: generated code of a dataclass tells less than the line that called
-    it. The search ends at the first frame of this package outside of other code: the caller of the
-    captured step, beyond which is only the script that called `fit`. Modes and stand-ins are left out.
+    Frames with a file are preferred, or else with a source: generated code of a dataclass tells less
+    than the line that called it. The search ends at the first frame of this package outside of other
+    code: the caller of the captured step, beyond which is only the script that called `fit`. Modes and
+    stand-ins are left out.
     """
     left_own_frames = False
     called: Location | None = None
@@ -134,8 +141,10 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
         if code.co_name in _MODES:
             continue
         if code.co_filename.startswith("<"):
-            if without_file is None and is_users(code, namespace):
-                without_file = location_in(code, line)
+            if is_users(code, namespace):
+                found = location_in(code, line)
+                if without_file is None or (found.source and not without_file.source):
+                    without_file = found
                 left_own_frames = True
             continue
         path = os.path.abspath(code.co_filename)
