@@ -144,7 +144,10 @@ def test_the_line_that_calls_generated_code_is_named(
         train(module, tmp_path, CUDAGraphCallback(), accelerator=accelerator)
     location = refused.value.location
     assert location is not None
-    assert (location.path, location.source) == (file, "assert Held(batch[0].sum()) == Held(batch[0].sum())")
+    assert (location.path, location.source) == (
+        file,
+        "assert Held(batch[0].sum()) == Held(batch[0].sum())",
+    )
 
 
 @dataclass

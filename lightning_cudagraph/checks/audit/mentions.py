@@ -153,7 +153,7 @@ def _readable(namespace: dict[str, Any]) -> list[str]:
     others = (ModuleType, FunctionType, BuiltinFunctionType, type)
     return [
         name
-        for name, value in namespace.items()
+        for name, value in [*namespace.items()]  # another thread may add to it
         if not name.startswith("__") and not isinstance(value, others)
     ]
 

@@ -24,7 +24,7 @@ from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, nearest_line
 from lightning_cudagraph.checks.audit.read_remedies import remedy_of_number
 from lightning_cudagraph.checks.guards.remedies import DRAW_THE_MASK, is_dropout
 from lightning_cudagraph.checks.walk.host_objects import UNSET, VALUES, attributes_of, is_users_class
-from lightning_cudagraph.checks.walk.parts import Moved
+from lightning_cudagraph.checks.walk.parts import UNSTEADY, Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
@@ -237,7 +237,7 @@ def _roots(model: nn.Module, trainer: Any, others: Mapping[str, Any]) -> Iterabl
     yield Root(model, "", "")
     if trainer is not None:  # its own numbers, switches and strings alone
         values = vars(trainer)
-        names = frozenset(name for name, value in values.items() if type(value) in VALUES)
+        names = frozenset(name for name, value in [*values.items()] if type(value) in VALUES)
         yield Root(Namespace(values), "", f"the `{type(trainer).__qualname__}`", reads=names)
     for name, value in others.items():
         kind = type(value)
@@ -341,6 +341,12 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
             f"The training step draws from {named}, on the host: every replay would use the numbers"
             " of this one step.",
             of_library(where, remedy + see("host_random")),
+            location=where,
+        )
+    if change.label == UNSTEADY:
+        return CaptureError(
+            f"{named} changes while it is looked at: what the training step does to it is not known.",
+            f"Write to it between steps, or keep it where the step does not read it.{allowed}",
             location=where,
         )
     if isinstance(change.holder, dict) and "params" in change.holder:

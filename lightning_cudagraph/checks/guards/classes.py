@@ -35,7 +35,7 @@ def _functions_of(base: type) -> dict[str, Any]:
     """The functions and other descriptors of a class itself, by name."""
     return {
         name: value
-        for name, value in vars(base).items()
+        for name, value in [*vars(base).items()]
         if callable(value) or hasattr(type(value), "__get__")
     }
 

@@ -437,7 +437,7 @@ def _properties_of(kind: type) -> set[str]:
     return {
         name
         for base in lineage(kind)
-        for name, value in namespace_of(base).items()
+        for name, value in [*namespace_of(base).items()]
         if isinstance(value, property) and value.fset is not None
     }
 

@@ -64,7 +64,7 @@ class HookRoots:
             if type(owner) is FunctionType:
                 is_users = is_users_module(owner.__module__)
             # A library's own code reads the options of its hook; what that collects is not read.
-            options = {k for k, v in (attributes_of(owner) or {}).items() if type(v) in VALUES}
+            options = {k for k, v in [*(attributes_of(owner) or {}).items()] if type(v) in VALUES}
             names = self.names if is_users else self.names | options
             path = called.__name__ if type(called) is FunctionType else ""
             of = f"the {kind} `{name_of_hook(called)}`"

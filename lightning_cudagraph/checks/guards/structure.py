@@ -189,7 +189,7 @@ def _hooks_of_all() -> dict[str, Any]:
     return {
         name: table
         for space in spaces
-        for name, table in vars(space).items()
+        for name, table in [*vars(space).items()]
         if name.startswith("_global_") and isinstance(table, dict)
     }
 

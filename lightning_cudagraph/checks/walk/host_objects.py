@@ -101,6 +101,6 @@ def slots_of(cls: type) -> dict[str, Any]:
         name: slot
         for base in lineage(cls)
         if is_users_class(base)
-        for name, slot in namespace_of(base).items()
+        for name, slot in [*namespace_of(base).items()]
         if type(slot) is MemberDescriptorType
     }

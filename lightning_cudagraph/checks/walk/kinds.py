@@ -1,6 +1,7 @@
 """Reading and restoring of an object's parts, by its kind, whatever its class.
 
-Only memory is read: no property, `__getattr__` or `__eq__` of the user's runs.
+Only memory is read: no property, `__getattr__` or `__eq__` of the user's runs. Members are copied at
+once, before any Python runs in which another thread can write: `[*items]` in place of a loop.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def _of_class(cls: type) -> Parts:
     # Of special names, the methods: Python itself keeps caches under others.
     return {
         n: part
-        for n, part in namespace_of(cls).items()
+        for n, part in [*namespace_of(cls).items()]
         if not n.startswith(("__", "_abc_")) or type(part) in _METHODS
     }
 
@@ -171,7 +172,7 @@ def _base_of_dict(value: dict[Any, Any]) -> Any:
 
 
 def _items(value: dict[Any, Any]) -> Parts:
-    items = _base_of_dict(value).items(value)
+    items = [*_base_of_dict(value).items(value)]
     return {Item(k if type(k) in VALUES else ById(k)): part for k, part in items}
 
 
@@ -185,7 +186,7 @@ def _write_items(value: dict[Any, Any], parts: Parts) -> None:
 
 def _members(value: Any, base: Any) -> Parts:
     # Dead weak references are left out: libraries that keep some remove them now and then.
-    members = (part for part in base.__iter__(value) if not _is_dead(part))
+    members = (part for part in [*base.__iter__(value)] if not _is_dead(part))
     return {Item(index): part for index, part in enumerate(members)}
 
 
@@ -194,7 +195,7 @@ def _is_dead(part: Any) -> bool:
 
 
 def _of_set(value: Any, base: Any) -> Parts:
-    return {Inside(k if type(k) in VALUES else ById(k)): k for k in base.__iter__(value)}
+    return {Inside(k if type(k) in VALUES else ById(k)): k for k in [*base.__iter__(value)]}
 
 
 def _write_members(value: Any, base: Any, parts: Parts) -> None:
@@ -215,7 +216,8 @@ def _with_rest(
 
     def read_both() -> Parts:
         members = read()
-        known = {*map(id, members.values()), *map(id, value if isinstance(value, dict) else ())}
+        keys = dict.keys(value) if isinstance(value, dict) else ()
+        known = {*map(id, members.values()), *map(id, keys)}
         known |= {id(slot_value(slot, value)) for slot in slots_of(type(value)).values()}
         found = [part for label, part in _referents(value).items() if type(label) is Inside]
         rest = [part for part in found if id(part) not in known and not _is_dead(part)]
@@ -285,7 +287,7 @@ def _referents(value: Any) -> Parts:
     attributes = attributes_of(value)
     known = {id(attributes), id(type(value))}
     if attributes is not None:
-        known |= {id(part) for part in attributes.values()}
+        known |= {*map(id, attributes.values())}
     found = (part for part in gc.get_referents(value) if id(part) not in known)
     return {"__class__": type(value), "__dict__": attributes} | {
         Inside(index): part for index, part in enumerate(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import copysign
 from types import MethodType
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ _MAX_SHOWN = 60
 _MAX_DEPTH = 6  # of nested containers that are compared by value
 
 Parts = dict[Any, Any]  # by their labels
+# The label of an object in place of parts that change while they are read, so that no record is equal.
+UNSTEADY = "?"
 
 
 class Item(NamedTuple):
@@ -82,6 +85,7 @@ class Node:
     is_large: bool = False
 
     def __post_init__(self) -> None:
+        self.read = partial(_steady, self.read)
         self.parts = self.read()
 
     def ignores(self, label: Any) -> bool:
@@ -116,14 +120,22 @@ class Node:
                 yield joined(self.path, label)
 
     def put_back(self, parts: Parts) -> None:
-        if self.write is None:
-            return
         now = self.read()
+        if self.write is None or UNSTEADY in now or UNSTEADY in parts:
+            return
         kept = {label: part for label, part in now.items() if self.ignores(label)}
         parts = {n: kept.get(n, part) for n, part in parts.items() if n in kept or not self.ignores(n)}
         parts |= kept
         if [*now] != [*parts] or any(not _is_one(part, now[label]) for label, part in parts.items()):
             self.write(parts)
+
+
+def _steady(read: Callable[[], Parts], tries: int = 100) -> Parts:
+    """Read parts, again if they change meanwhile: the `__hash__` of a key lets other threads run."""
+    try:
+        return read()
+    except RuntimeError:  # "mutated during iteration"
+        return _steady(read, tries - 1) if tries else {UNSTEADY: object()}
 
 
 class Moved(NamedTuple):
@@ -278,7 +290,7 @@ def joined(path: str, label: Any) -> str:
         path, label = path.rpartition(".")[0], label.key
     if type(label) is Item:
         return f"{path}[{label.key!r}]" if type(label.key) in VALUES else path
-    if type(label) is Inside:
+    if type(label) is Inside or label == UNSTEADY:
         return path
     return f"{path}.{label}" if path and label else path or label
 

@@ -25,8 +25,14 @@ def apart(objects: Iterable[Any]) -> list[Any]:
 
 
 def referents(holders: Iterable[Any], iterated: Iterable[Any]) -> list[Any]:
-    """The objects that some refer to, as the garbage collector shows, and that others iterate over."""
-    return [*gc.get_referents(*holders), *chain.from_iterable(iterated)]
+    """The objects that some refer to, as the garbage collector shows, and that others iterate over.
+
+    A single object that equals no other, if an `OrderedDict` changes meanwhile.
+    """
+    try:
+        return [*gc.get_referents(*holders), *chain.from_iterable(iterated)]
+    except RuntimeError:
+        return [object()]
 
 
 class QuickComparison:
@@ -69,7 +75,7 @@ class QuickComparison:
         """The nodes that can have changed, without those of dictionaries."""
         suspects: list[Node] = []
         now = referents(self.apart, self.ordered)
-        if len(now) != len(self._were):
+        if len(now) != len(self._were) or len(now) < self._ends[-1]:
             suspects += self._held
         elif not all(map(operator.is_, now, self._were)):
             positions = [i for i, one in enumerate(map(operator.is_, now, self._were)) if not one]

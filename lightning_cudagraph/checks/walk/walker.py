@@ -45,6 +45,7 @@ from lightning_cudagraph.checks.walk.held_iterators import HeldIterators
 from lightning_cudagraph.checks.walk.host_generators import generator_state
 from lightning_cudagraph.checks.walk.host_objects import (
     PLAIN_OF_PYTHON,
+    UNSET,
     VALUES,
     attributes_of,
     is_users_class,
@@ -352,7 +353,10 @@ class Walk:
         names = frozenset(n for n in self._names_of(root) if n not in root.left_out)
         if not names:
             return
-        read = lambda: {name: space[name] for name in sorted(space.keys() & names)}  # noqa: E731
+
+        def read() -> dict[Any, Any]:
+            parts = {name: space.get(name, UNSET) for name in sorted(space.keys() & names)}
+            return {name: part for name, part in parts.items() if part is not UNSET}
 
         is_class = isinstance(owner, type)
         put: Any = partial(type.__setattr__, owner) if is_class else partial(operator.setitem, space)

@@ -51,5 +51,5 @@ def _values_in(value: Any) -> Any:
     if type(value) in VALUES:
         return value
     if type(value) is dict:
-        return {key: _values_in(part) for key, part in value.items() if type(key) in VALUES}
+        return {key: _values_in(part) for key, part in [*value.items()] if type(key) in VALUES}
     return tuple(map(_values_in, value)) if type(value) in (tuple, list) else None
