@@ -93,7 +93,7 @@ def test_another_thread_writes_while_a_walk_reads(name: str) -> None:
     names = {"other0", *(f"n{number}" for number in range(SIZE))}
     space = {} if not hasattr(held, "__dict__") else vars(held)
     with _written(lambda number: write(held, number)):
-        for _ in range(50):
+        for _ in range(200):
             walk = Walk(
                 [
                     Root(held, "held", ""),

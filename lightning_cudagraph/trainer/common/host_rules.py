@@ -254,7 +254,7 @@ def refuse_replaced_methods(
                 raise error
     for kind in (Tensor, *map(type, callees)):
         for base in kind.__mro__:
-            for name, found in vars(base).items():
+            for name, found in [*vars(base).items()]:
                 if issubclass(type(found), NonCallableMock) and name not in harmless:
                     raise _replaced(f"`{name}` of the class `{base.__qualname__}`", name, found)
     for path, child in module.named_modules():

@@ -168,7 +168,7 @@ def _check(module: pl.LightningModule, settings: Settings) -> None:
             '`scope="forward_backward"` leaves the optimizer to Lightning, and here the step calls it.',
             "Leave it out, or capture parts with `GraphedStep`." + see("manual_optimization"),
         )
-    for name, value in vars(module).items():
+    for name, value in [*vars(module).items()]:
         if isinstance(value, GraphedStep) and not value.is_off:
             raise UnsupportedError(
                 f"`{type(module).__qualname__}.{name}` is a `GraphedStep`, which captures a part of the"

@@ -48,7 +48,7 @@ def found_metrics(model: nn.Module) -> list[tuple[str, Any]]:
                     found.setdefault(id(module), (name, module))
         elif depth <= _MAX_DEPTH and type(value) in (dict, list, tuple):
             pairs = value.items() if type(value) is dict else enumerate(value)
-            for key, part in pairs:
+            for key, part in [*pairs]:  # at once: another thread may write
                 look(part, f"{path}[{key!r}]", depth + 1)
 
     for name, module in model.named_modules():
@@ -56,7 +56,7 @@ def found_metrics(model: nn.Module) -> list[tuple[str, Any]]:
             found.setdefault(id(module), (name, module))
     for name, module in model.named_modules():
         if id(module) not in found:
-            for attribute, value in vars(module).items():
+            for attribute, value in [*vars(module).items()]:
                 if type(value) in (dict, list, tuple) or is_metric(value):
                     look(value, f"{name}.{attribute}" if name else attribute, 1)
     return [*found.values()]
