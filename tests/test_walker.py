@@ -573,6 +573,34 @@ def test_an_effect_is_refused_and_undone(tmp_path: Path, accelerator: str) -> No
     assert module.box.calls == plain_module.box.calls > 20
 
 
+class Settings:
+    """An object of another class, with an attribute of the same name as the counter."""
+
+    def __init__(self) -> None:
+        self.counted = 0
+
+
+class CountsInAnArray(Net):
+    """Counts its steps in a buffer; other code sets an attribute of that name, before the capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = array.array("l", [0])
+        self.settings = functools.lru_cache(Settings)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.settings()
+        self.counted[0] += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_effect_in_the_capture_is_not_taken_for_that_of_other_code(
+    tmp_path: Path, accelerator: str
+) -> None:
+    with pytest.raises(CaptureError, match="`counted` of the `CountsInAnArray`"):
+        train(make(CountsInAnArray), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
 class CountsFromSomeStepOn(CountsApart):
     """Counts once a hook has said so, under a name that is put together."""
 

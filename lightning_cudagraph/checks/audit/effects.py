@@ -113,16 +113,16 @@ class Effects:
         signature, phase = self.kind
         found = self._found.get(signature, {}).get(phase, [])
         lasting = [moved for moved in found if moved.node.write is None]
-        self._refuse(lasting, self.mentioned.users_code)
         walk = self._walk(self.mentioned)  # of all: a step on another path may have other effects
+        self._refuse(lasting, self.mentioned.users_code, walk)
         try:
             with uses_refused(lambda receiver: id(receiver) in self._hiding):
                 yield
-            self._refuse(found, captured().users_code)
+            self._refuse(found, captured().users_code, walk)
         except BaseException as error:
             self._put_back(walk)
             if isinstance(error, CaptureError) and error.location is None:
-                self._refuse(found, captured().users_code)  # an effect has a line
+                self._refuse(found, captured().users_code, walk)  # an effect has a line
                 codes = captured().users_code
                 if isinstance(error.subject, BatchChange):
                     error.location = line_that_changes(error.subject.paths, codes)
@@ -156,12 +156,14 @@ class Effects:
             moved.node.put_back(moved.node.parts)
         return found
 
-    def _refuse(self, found: Sequence[Moved], captured: Sequence[CodeType]) -> None:
+    def _refuse(self, found: Sequence[Moved], captured: Sequence[CodeType], walk: Walk) -> None:
         for moved in found:
             if is_of_receiver(moved.holder):
                 continue
-            if is_set_elsewhere(moved, captured, self.mentioned.users_code):
-                continue  # that code runs on the host in replays too
+            if is_set_elsewhere(moved, captured, self.mentioned.users_code) and all(
+                moved.subject != inside.subject for inside in walk.changes()
+            ):
+                continue  # that code runs on the host in replays too, and not in the capture
             error = effect_error(moved, line_that_sets(moved, captured) or nearest_line(moved, captured))
             error.in_optimizer = moved.of.startswith(_OF_OPTIMIZER)
             refuse(error, moved.subject)
