@@ -339,7 +339,7 @@ class _Search:
             found = self._frame.f_locals.get(now.argval)
         elif now.opname == "LOAD_GLOBAL":
             found, end = self._loaded(index)
-        while _loads_method(self._all[end]):
+        while end < len(self._all) and _loads_method(self._all[end]):
             found, end = _attribute(found, self._all[end].argval), end + 1
         return (found if type(found) in _NUMBERS else None), end
 
