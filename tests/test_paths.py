@@ -277,6 +277,18 @@ def test_windows(tmp_path: Path, accelerator: str, window: int) -> None:
     assert run.counts.replayed > BATCHES
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_windows_without_a_parameter(tmp_path: Path, accelerator: str, first: int) -> None:
+    """An optimizer skips a parameter without a gradient, which no zeros of another graph may replace."""
+
+    def use(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
+        return loss + net.penalty() if (batch_idx // 2) % 2 == first else loss
+
+    run = both(tmp_path, accelerator, use, accumulate_grad_batches=2)
+    assert run.counts.captures == 4
+    assert run.counts.recaptures == ()
+
+
 @pytest.mark.long
 def test_fp16(tmp_path: Path, accelerator: str) -> None:
     runs = [

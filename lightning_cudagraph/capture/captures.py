@@ -272,7 +272,7 @@ class Captures(Generic[T]):
             and maker.are_gradients_alike
             and not self._copies.is_in_place(step.parameters()[1])
         ):
-            maker.put_back_gradients()
+            maker.put_back_gradients(self._invalidation.admission.is_varied)
             self._copies.in_place = []
         else:
             self._copies.move_apart(*step.parameters(), step.is_followed_by_user_code)

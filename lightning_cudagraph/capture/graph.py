@@ -329,9 +329,14 @@ class CapturedStep(Generic[T]):
         made = self._instances[0].gradients
         return all(p.grad is None or are_alike(p.grad, gradient) for p, gradient in made)
 
-    def put_back_gradients(self) -> None:
-        """Move the gradients that the step makes back to the addresses in the graph."""
-        adopt(self._instances[0].gradients)
+    def put_back_gradients(self, is_varied: bool) -> None:
+        """Move the gradients that the step makes back to the addresses in the graph.
+
+        Args:
+            is_varied: another signature may have begun the window: no zeros for gradients that it lacks.
+        """
+        made = self._instances[0].gradients
+        adopt([(p, gradient) for p, gradient in made if p.grad is not None or not is_varied])
 
     def run_eagerly(self, step: Callable[[Any], T]) -> T:
         loan = self.static.lend_values()
