@@ -19,7 +19,7 @@ from lightning_cudagraph import (
     LayerTimingsMonitor,
     Verification,
 )
-from tests.harness import Net, loader
+from tests.harness import FULL_BATCHES, Net, loader
 from tests.test_evaluation import Evaluated, Session
 
 SHARED = ["warmup_steps", "on_unsupported", "verify", "harmless", "backend", "max_graphs", "streams"]
@@ -87,6 +87,17 @@ def test_max_graphs_bounds_those_of_evaluation(
     assert stage.captures == captures
     assert bool(stage.eager) is (max_graphs == 1)
     assert all("another batch signature" in reason for reason in stage.eager)
+
+
+@pytest.mark.filterwarnings("ignore:.*test_dataloader.*:UserWarning")
+def test_an_evaluation_of_other_batches_gets_their_graphs(tmp_path: Path, accelerator: str) -> None:
+    """The place of the least recently used goes to what has come eight times since."""
+    callback = CUDAGraphCallback(evaluation=True, max_graphs=1, warmup_steps=1)
+    session = Session(Evaluated, tmp_path, callback, accelerator=accelerator)
+    session.run("validate", [loader(False, seed=1), loader(False, seed=2, batches=16)])
+    stage = callback.summary.validate
+    assert (stage.captures, stage.evictions) == (2, 1)
+    assert stage.replayed == (FULL_BATCHES - 1) + (16 - 8 - 1)
 
 
 CONFIG = """

@@ -375,6 +375,28 @@ def test_more_batch_sizes_than_graphs(tmp_path: Path, accelerator: str) -> None:
     assert "% of your steps ran eagerly: dimension 0 of `batch[0]` has 12 lengths; pad it to" in first
 
 
+def test_batch_sizes_that_grow(tmp_path: Path, accelerator: str) -> None:
+    """Those that come now have the graphs of the least recently used ones."""
+    sizes = [size for size in (3, 4, 5, 6) for _ in range(24)]
+    values = torch.randn(len(sizes), 6, 4, generator=torch.Generator().manual_seed(0))
+    batches: Any = [(each[:size],) for each, size in zip(values, sizes, strict=True)]
+    plain, graph = (
+        train(
+            make(PolicyLearner),
+            tmp_path / name,
+            ours,
+            accelerator=accelerator,
+            train_loader=DataLoader(batches, batch_size=None),
+            val_loader=loader(),
+            max_epochs=1,
+        )
+        for name, ours in (("plain", None), ("graph", CUDAGraphCallback(max_graphs=2)))
+    )
+    assert_same(plain, graph)
+    assert (graph.counts.captures, graph.counts.evictions) == (4, 2)
+    assert graph.counts.replayed == 2 * (24 - WARMUP) + 2 * (24 - WARMUP - 8)
+
+
 @pytest.mark.long
 def test_a_kept_tensor_of_another_size(tmp_path: Path, accelerator: str) -> None:
     def ragged() -> DataLoader[Any]:

@@ -196,6 +196,20 @@ def test_more_shapes_than_graphs(accelerator: str) -> None:
     assert step.summary.calls.eager[reason] == 7
 
 
+def test_the_least_recently_used_is_released(accelerator: str) -> None:
+    """Sizes that come later take the place of those that come no more."""
+
+    class Grows(Loop):
+        sizes = tuple(size for size in (8, 5, 4, 3) for _ in range(24))
+        steps = 96
+        kwargs = {"max_graphs": 2}  # noqa: RUF012
+
+    step = assert_equal_runs(lambda: Grows(device_of(accelerator)), 2 * (24 - 3) + 2 * (24 - 3 - 8))
+    calls = step.summary.calls
+    assert (calls.captures, calls.evictions, sum(calls.eager.values())) == (4, 2, 16)
+    assert "released for others 2 time(s)" in str(step.summary)
+
+
 def test_the_report_names_the_lengths_to_pad_to(accelerator: str) -> None:
     """Lengths 3 to 6 have graphs; with so many others, the eldest of them are forgotten, and counted."""
     step = GraphedStep(lambda x: x * 2, max_graphs=4, verify=None)

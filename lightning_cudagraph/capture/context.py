@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from lightning_cudagraph.capture.gradients.gradient_copies import GradientCopies
-from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature
+from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature, GraphsOfRun
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Step, StepCounts, T
 from lightning_cudagraph.capture.stream_choice import StreamChoice, Streams
@@ -63,8 +63,8 @@ class RunContext:
         narrow: given the error of a capture, returns True if a smaller scope is captured from now on.
         on_give_up: called when the run falls back to eager steps for good.
         on_capture: called after each capture with the step and its host time in milliseconds.
-        earns_graphs: signatures after the first earn their graphs, and replace the least recently used
-            ones; otherwise the first ones get them.
+        earns_graphs: signatures after the first earn their graphs; otherwise only those that come when
+            there is no room. Both replace the least recently used ones.
         tries_streams_together: the processes of a group try numbers of streams together; otherwise they
             take one.
         is_examined: True if one more step is taken and examined before the error of a capture is raised.
@@ -86,6 +86,7 @@ class RunContext:
     is_examined: bool = False
     earns_graphs: bool = False
     tries_streams_together: bool = False
+    graphs: GraphsOfRun = field(default_factory=GraphsOfRun, init=False)
     verifier: Verifier = field(init=False)
     signatures: Signatures = field(init=False)
 

@@ -65,7 +65,9 @@ class StepEngine(Generic[T]):
         self._patches = ExitStack()
         self._has_begun = False
         self._without_graphs: list[str] = []
-        graphs: GraphsBySignature[T] = GraphsBySignature(run.backend.device, run.signatures, reads)
+        graphs: GraphsBySignature[T] = GraphsBySignature(
+            run.backend.device, run.signatures, run.graphs, reads
+        )
         warm_ups = WarmUps(run.settings.warmup_steps)
         together = run.agreement if run.tries_streams_together else None
         streams = StreamChoice(run.backend, run.settings.streams, together)

@@ -83,7 +83,8 @@ class GraphedStep(Generic[P, R]):
             capture and left out of replays.
         backend: ``"auto"``: CUDA on a GPU, the emulator on a CPU. ``"cuda"`` and ``"emulator"`` require
             that backend. ``"off"``: all calls are eager; must be the same in all processes.
-        max_graphs: the most signatures of arguments with a graph; calls with others are eager.
+        max_graphs: the most signatures of arguments with a graph. One more is eager until it has come
+            eight times since the least recently used was last replayed, and takes its place.
         streams: the number of streams for independent ops in a capture. ``"auto"``: the fastest number
             up to 8, or 1 with a process group. ``AutoStreams``: the same with a bound on memory.
 

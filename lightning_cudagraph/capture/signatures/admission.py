@@ -2,9 +2,9 @@
 
 The first signature is captured after its warm-up. Where signatures earn their graphs (in training), each
 later one runs eagerly until it has come eight times; then follow two watched warm-up steps, and its
-capture. If there is no room, it must have come eight times since the least recently used graph was last
-replayed, which is then released. So rare signatures stay eager, and signatures that all come as often do
-not take each other's place.
+capture. Elsewhere, each is captured after its warm-up while there is room. If there is none, a signature
+must have come eight times since the least recently used graph was last replayed, which is then released.
+So rare signatures stay eager, and signatures that all come as often do not take each other's place.
 """
 
 from __future__ import annotations
@@ -47,33 +47,25 @@ class Admission(Generic[T]):
     def __init__(self, engine: EngineContext[T]) -> None:
         self._run, self._graphs, self._warm_ups = engine.run, engine.graphs, engine.warm_ups
         self._candidates: dict[Signature, _Candidate] = {}
-        self._short_lives = 0  # in a row
         self._first: Signature | None = None  # that had a graph
         self._have_several = False
         self._sizes = Sizes()  # of forgotten candidates
 
     def refusal(self, signature: Signature, accumulation: AccumulationPhase) -> str:
         """Return the reason why a batch must run eagerly; empty if its signature has or gets a graph."""
-        graphs, signatures = self._graphs, self._run.signatures
-        if signature in graphs:
+        signatures = self._run.signatures
+        if signature in self._graphs:
             return ""
-        if not self._run.earns_graphs:
-            known = self._candidates.get(signature)
-            if known is not None and known.refused:
-                return known.refused
-            if one_too_many := signatures.one_too_many(signature):
-                self._run.counts.eager_by_signature += 1
-            return one_too_many
         candidate = self._came(signature)
         before = [*candidate.came]
-        graphs.batches += 1
-        candidate.came.append(graphs.batches)
+        self._run.graphs.batches += 1
+        candidate.came.append(self._run.graphs.batches)
         if candidate.refused:
             return candidate.refused
-        if not self._has_earned(signature, accumulation, before):
-            self._run.counts.eager_by_signature += 1
-            return self._another(signature)
-        return ""
+        if self._has_earned(signature, accumulation, before):
+            return ""
+        self._run.counts.eager_by_signature += 1
+        return self._another(signature) if self._run.earns_graphs else signatures.one_too_many(signature)
 
     def _has_earned(
         self, signature: Signature, accumulation: AccumulationPhase, came: list[int]
@@ -81,9 +73,11 @@ class Admission(Generic[T]):
         warm_ups, is_full = self._warm_ups, self._run.signatures.is_full
         has_come = len(came) == _BATCHES_TO_EARN
         if is_full:
-            oldest = self._graphs.least_recent()
+            oldest = self._run.graphs.least_recent()
             is_wanted = oldest is not None and has_come and came[0] > oldest.last_use
-            return is_wanted and self._short_lives < _MAX_SHORT_LIVES
+            return is_wanted and self._run.graphs.short_lives < _MAX_SHORT_LIVES
+        if not self._run.earns_graphs:
+            return True
         if not self._graphs:
             return has_come or not self._are_many
         return has_come or (
@@ -121,17 +115,17 @@ class Admission(Generic[T]):
 
     def make_room(self, signature: Signature) -> None:
         """Release the least recently used graphs, if a signature gets one and there is no room."""
-        run, graphs = self._run, self._graphs
-        if signature in graphs or not run.earns_graphs or not run.signatures.is_full:
+        run, graphs = self._run, self._run.graphs
+        if signature in self._graphs or not run.signatures.is_full:
             return
         if (oldest := graphs.least_recent()) is None:
             return
         replays = oldest.n_replays
-        graphs.discard(oldest.signature)
+        graphs.discard(oldest)
         self._forget(oldest.signature, replays)
         run.counts.evictions += 1
-        self._short_lives = self._short_lives + 1 if replays < _FEW_REPLAYS else 0
-        if self._short_lives == _MAX_SHORT_LIVES:
+        graphs.short_lives = graphs.short_lives + 1 if replays < _FEW_REPLAYS else 0
+        if graphs.short_lives == _MAX_SHORT_LIVES:
             run.announce(
                 f"The graphs of {_MAX_SHORT_LIVES} {run.wording.signatures} in a row served fewer than"
                 f" {_FEW_REPLAYS} replays each: no graph is released for another one any more."

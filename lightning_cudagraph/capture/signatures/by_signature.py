@@ -46,25 +46,54 @@ class GraphsOfSignature(Generic[T]):
         return sum(captured.n_replays for captured in self.by_accumulation.values())
 
 
+class GraphsOfRun:
+    """The graphs of all engines of a run, by signature.
+
+    Attributes:
+        batches: number of batches so far, as a clock for uses.
+        short_lives: number of signatures in a row whose graphs made room for others after few replays.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[GraphsOfSignature[Any], GraphsBySignature[Any]] = {}
+        self.batches = 0
+        self.short_lives = 0
+
+    def add(self, graphs: GraphsOfSignature[Any], holder: GraphsBySignature[Any]) -> None:
+        self._holders[graphs] = holder
+
+    def remove(self, graphs: GraphsOfSignature[Any]) -> None:
+        self._holders.pop(graphs, None)
+
+    def least_recent(self) -> GraphsOfSignature[Any] | None:
+        return min(self._holders, key=lambda graphs: graphs.last_use, default=None)
+
+    def discard(self, graphs: GraphsOfSignature[Any]) -> None:
+        self._holders[graphs].discard(graphs.signature)
+
+
 class GraphsBySignature(Generic[T]):
     """The captured steps of one engine.
 
     Attributes:
         all: those of all signatures.
-        batches: number of batches so far, as a clock for uses.
         latest: the graphs of the latest replay; None if there is none, or if they are released.
     """
 
     def __init__(
-        self, device: torch.device, signatures: Signatures, reads: HostReads | None = None
+        self,
+        device: torch.device,
+        signatures: Signatures,
+        of_run: GraphsOfRun,
+        reads: HostReads | None = None,
     ) -> None:
         self._device = device
         self._signatures = signatures
+        self._of_run = of_run
         self._graphs: dict[Signature, GraphsOfSignature[T]] = {}
         self.all: list[CapturedStep[T]] = []
         self._shares_reads = reads is not None
         self.reads = HostReads(user_location) if reads is None else reads
-        self.batches = 0
         self.latest: GraphsOfSignature[T] | None = None
 
     def __len__(self) -> int:
@@ -86,6 +115,7 @@ class GraphsBySignature(Generic[T]):
             is_timed = self.is_timed(signature)
             graphs = GraphsOfSignature(signature, captured.static, step.specialization, is_timed)
             self._graphs[signature] = graphs
+            self._of_run.add(graphs, self)
         graphs.by_accumulation[step.accumulation] = captured
         self._signatures.captured(signature)
         self.all.append(captured)
@@ -102,8 +132,8 @@ class GraphsBySignature(Generic[T]):
 
     def use(self, graphs: GraphsOfSignature[T]) -> None:
         """Note that the next replay is of these."""
-        self.batches += 1
-        graphs.last_use = self.batches
+        self._of_run.batches += 1
+        graphs.last_use = self._of_run.batches
         self.latest = graphs
 
     def of(self, signature: Signature) -> GraphsOfSignature[T] | None:
@@ -123,6 +153,7 @@ class GraphsBySignature(Generic[T]):
     def discard(self, signature: Signature) -> None:
         if (graphs := self._graphs.pop(signature, None)) is None:
             return
+        self._of_run.remove(graphs)
         graphs.plain.clear()
         self.all = [each for each in self.all if each not in graphs.by_accumulation.values()]
         if self.latest is graphs:
@@ -131,9 +162,6 @@ class GraphsBySignature(Generic[T]):
         for captured in graphs.by_accumulation.values():
             captured.release()
         graphs.by_accumulation.clear()  # a batch in its static batch may still refer to them
-
-    def least_recent(self) -> GraphsOfSignature[T] | None:
-        return min(self._graphs.values(), key=lambda graphs: graphs.last_use, default=None)
 
     def static_of(self, signature: Signature) -> StaticBatch | None:
         graphs = self._graphs.get(signature)
