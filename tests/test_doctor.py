@@ -338,14 +338,14 @@ class MovesAlways(Moving):
         self.weight = 1.0 / (1 + batch_idx)
 
 
-class Alternates(Kept):
+class NewNames(Kept):
     phase = "a"
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.phase = "a" if batch_idx % 2 else "b"
+        self.phase = f"batch {batch_idx}"
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * (1 if self.phase == "a" else 2)
+        return super().training_step(batch, batch_idx) * (1 if self.phase.endswith("1") else 2)
 
 
 class Freezes(Net):
@@ -374,7 +374,7 @@ class Hooks(Net):
             "`weight` of the `MovesAlways` changed",
             "Hand it to the step in a registered buffer",
         ),
-        (Alternates, "`phase` of the `Alternates` changed", "Branch on `batch_idx`"),
+        (NewNames, "`phase` of the `NewNames` changed", "Branch on `batch_idx`"),
         (
             Freezes,
             "`requires_grad` of parameter `head.bias` changed",

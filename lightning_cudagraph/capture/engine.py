@@ -39,7 +39,7 @@ class StepEngine(Generic[T]):
     """Takes batches through their phases.
 
     Warm-up goes on until `is_settled`: steps create no more state. Several engines may share `reads`,
-    the reads of host values by their steps.
+    the reads of host values by their steps. With `have_one_signature`, all steps have the same one.
 
     Attributes:
         graphs: the captured steps, by batch signature and accumulation phase.
@@ -53,6 +53,7 @@ class StepEngine(Generic[T]):
         guards: Guards,
         is_settled: Callable[[], bool] = lambda: True,
         reads: HostReads | None = None,
+        have_one_signature: bool = False,
     ) -> None:
         self.counts = run.counts
         self._run = run
@@ -66,7 +67,7 @@ class StepEngine(Generic[T]):
         self._has_begun = False
         self._without_graphs: list[str] = []
         graphs: GraphsBySignature[T] = GraphsBySignature(
-            run.backend.device, run.signatures, run.graphs, reads
+            run.backend.device, run.signatures, run.graphs, reads, have_one_signature
         )
         warm_ups = WarmUps(run.settings.warmup_steps)
         together = run.agreement if run.tries_streams_together else None

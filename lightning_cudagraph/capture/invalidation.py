@@ -41,12 +41,26 @@ class Invalidation(Generic[T]):
     def look_for_changes(self) -> None:
         """Compare the guards before a step, and invalidate graphs that no longer match it."""
         self._is_after_pause, self._after_pause = self._after_pause, False
-        if change := self._guards.changed():
+        if change := self._change():
             self.drop(change)
         elif self._backend.host_value_moved():
             self.drop("a tensor in host memory, which the step uses as a number, changed")
         elif self._is_gradient_kept(self._is_after_pause):
             self._copy_out_from_now_on()
+
+    def _change(self) -> str | None:
+        """The first change that makes graphs stale; attributes with values that recur make none."""
+        guards, reads = self._guards, self._graphs.reads
+        while change := guards.changed():
+            can_tell = self._run.agreement is None and not self._graphs.have_one_signature
+            attribute = guards.set_apart(change) if can_tell else None
+            if attribute is None:
+                return change
+            reads.add(attribute, getattr(change, "location", None))
+            self._graphs.clear_plain()
+        if guards.recurring.attributes:
+            guards.recurring.begin_step()
+        return None
 
     def drops_before_capture(self) -> bool:
         """Drop graphs that anything has made invalid, before the record is that of a new graph.

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lightning_cudagraph.checks.audit.calls_apart import in_one
+from lightning_cudagraph.checks.guards import recurring
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
@@ -154,8 +155,9 @@ class Diagnosis:
 
 
 def _moving(change: Change, moved: Moved) -> UnsupportedError:
+    when = "for each new value" if recurring.can_recur(moved) else "each time"
     error = CaptureError(
-        f"Between two steps, {change}, which the step reads: a graph would be captured again each time.",
+        f"Between two steps, {change}, which the step reads: a graph would be captured again {when}.",
         change.remedy,
         location=change.location,
     )

@@ -386,6 +386,7 @@ class StepRun:
             guards,
             lambda: habits.is_settled() and optimizers.is_settled(),
             self._reads,
+            have_one_signature=True,
         )
         digest = digest_of(f"{_shapes(batch)} {mode}")
         return _Specialization(signature, mode, engine, guards, habits, digest)

@@ -25,7 +25,7 @@ from lightning_cudagraph.tensors.batch import (
     refuse_hidden_tensors,
     structure_of,
 )
-from lightning_cudagraph.tensors.host_values import HostReads, held, is_host_value
+from lightning_cudagraph.tensors.host_values import HostAttribute, HostReads, held, is_host_value
 from lightning_cudagraph.tensors.layouts import alignment_bytes
 
 _INSTEAD_OF_VALUES = (
@@ -57,7 +57,7 @@ class Signature:
             a gradient.
     """
 
-    __slots__ = ("_counted", "_hash", "_key", "_numbers", "_paths", "_values", "reads")
+    __slots__ = ("_attributes", "_counted", "_hash", "_key", "_numbers", "_paths", "_values", "reads")
 
     def __init__(
         self,
@@ -98,6 +98,8 @@ class Signature:
         self._key = (structure_of(batch), tuple(described))
         self._paths = tuple(paths)
         self.reads, self._values, self._numbers = reads, values, numbers or {}
+        attributes = () if reads is None else reads.attributes
+        self._attributes = {attribute: attribute.read() for attribute in attributes}
         self._counted: tuple[int, list[_Counted]] = (-1, [])
         try:
             self._hash = hash(self._key)
@@ -189,14 +191,21 @@ class Signature:
                     counted += _computed(reads, path, value)
             for name, value in self._numbers.items():
                 counted += _computed(reads, name, value)
+            for attribute in dict.fromkeys((*self._attributes, *reads.attributes)):
+                counted.append((attribute.name, attribute.name, self._value_in(attribute)))
             self._counted = reads.version, counted
         return counted
 
+    def _value_in(self, attribute: HostAttribute) -> tuple[type, Any]:
+        return self._attributes.get(attribute, attribute.before)
+
     def agrees(self, numbers: Mapping[str, int]) -> bool:
-        """True if all that counts of integers beside a batch is the same as here."""
+        """True if all that counts beside a batch, of integers and attributes, is the same as here."""
         reads = self.reads
         if reads is None or not reads.is_any:  # in every replay
             return True
+        if any(attribute.read() != self._value_in(attribute) for attribute in reads.attributes):
+            return False
         return all(reads.agree(name, value, self._numbers[name]) for name, value in numbers.items())
 
     def _described(self) -> list[tuple[str, tuple[Any, ...]]]:
@@ -205,7 +214,11 @@ class Signature:
         for path, text, value in self._what_counts():
             counted.setdefault(path, []).append((text, value))
         leaves = zip(self._paths, self._key[1], strict=True)
-        return [each for path, leaf in leaves for each in counted.get(path, [(path, leaf)])]
+        attributes = () if self.reads is None else self.reads.attributes
+        return [
+            *(each for path, leaf in leaves for each in counted.get(path, [(path, leaf)])),
+            *((each.name, self._value_in(each)) for each in attributes),
+        ]
 
     def sizes(self) -> dict[tuple[str, int | None], Any]:
         """The sizes of tensors by path and dimension, and host values that count by text and None."""
@@ -221,7 +234,9 @@ class Signature:
         """Describe another signature by its first difference; `word` is what users know it by."""
 
         def without_path(each: Signature) -> list[_Counted]:
-            return [counted for counted in each._what_counts() if counted[0] not in each._numbers]
+            attributes = () if each.reads is None else each.reads.attributes
+            beside = {*each._numbers, *(attribute.name for attribute in attributes)}
+            return [counted for counted in each._what_counts() if counted[0] not in beside]
 
         is_path = self._key == other._key and without_path(self) == without_path(other)
         return f"another {'path' if is_path else word}: {self.difference(other)}"

@@ -122,6 +122,20 @@ class HostRead:
         return HostRead(self.path, text, lambda value: operate(compute(value)))
 
 
+@dataclass(frozen=True, eq=False)
+class HostAttribute:
+    """An attribute of the user's objects that is part of the signature.
+
+    Attributes:
+        before: the form of its value in all signatures that were made before.
+        read: returns the form of its present value: its type, and what is compared.
+    """
+
+    name: str
+    before: tuple[type, Any]
+    read: Callable[[], tuple[type, Any]]
+
+
 class _HostNumber(HostValue):
     """A number of which the step may read a part: a comparison, or what it computes with plain numbers.
 
@@ -270,6 +284,7 @@ class HostReads:
         located: returns the line of the user's code that is running.
 
     Attributes:
+        attributes: those of the user's objects that are part of the signature.
         kinds: the types that count as read: a capture failed without the values themselves.
         version: changes with what counts.
         captures: those of any run that are under way; a value that is kept beyond them is only a value.
@@ -284,14 +299,23 @@ class HostReads:
         self._lines: dict[str, Location | None] = {}
         self._of: dict[str, dict[str, HostRead]] = {}
         self._is_noting = False
+        self.attributes: tuple[HostAttribute, ...] = ()
         self.returned = ""
         self.kinds: tuple[type, ...] = ()
         self.why = ""
         self.version = 0
         self.has_given_parts = False
 
+    def add(self, attribute: HostAttribute, location: Location | None) -> None:
+        """Make an attribute, which the step reads at a line, part of the signature."""
+        self.attributes += (attribute,)
+        self._lines[attribute.name] = location
+        self.version += 1
+
     def forget(self) -> None:
         """Forget what released graphs have read, if it is much: the step may read other things now."""
+        self.version += bool(self.attributes)
+        self.attributes = ()
         if all(len(reads) < _MAX_READS // 4 for reads in self._of.values()):
             return
         self._lines.clear()
@@ -304,7 +328,7 @@ class HostReads:
 
     @property
     def is_any(self) -> bool:
-        return bool(self._of)
+        return bool(self._of or self.attributes)
 
     def computed(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         """The results of the reads of the value at a path, with their texts."""

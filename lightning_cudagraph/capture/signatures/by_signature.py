@@ -77,6 +77,7 @@ class GraphsBySignature(Generic[T]):
 
     Attributes:
         all: those of all signatures.
+        have_one_signature: the front end finds it, and has an engine for each.
         latest: the graphs of the latest replay; None if there is none, or if they are released.
     """
 
@@ -86,6 +87,7 @@ class GraphsBySignature(Generic[T]):
         signatures: Signatures,
         of_run: GraphsOfRun,
         reads: HostReads | None = None,
+        have_one_signature: bool = False,
     ) -> None:
         self._device = device
         self._signatures = signatures
@@ -93,6 +95,7 @@ class GraphsBySignature(Generic[T]):
         self._graphs: dict[Signature, GraphsOfSignature[T]] = {}
         self.all: list[CapturedStep[T]] = []
         self._shares_reads = reads is not None
+        self.have_one_signature = have_one_signature
         self.reads = HostReads(user_location) if reads is None else reads
         self.latest: GraphsOfSignature[T] | None = None
 

@@ -29,6 +29,7 @@ from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.hooks import HookRoots
 from lightning_cudagraph.checks.guards.one_pass import OnePass
+from lightning_cudagraph.checks.guards.recurring import RecurringValues
 from lightning_cudagraph.checks.guards.structure import TABLES, Structure, described
 from lightning_cudagraph.checks.guards.suspicions import Suspicions
 from lightning_cudagraph.checks.guards.switches import contexts, global_switches
@@ -37,6 +38,7 @@ from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.errors import without_addresses
+from lightning_cudagraph.tensors.host_values import HostAttribute
 from lightning_cudagraph.tensors.recomputed import recomputed_names
 
 _State = dict[str, Any]
@@ -110,6 +112,7 @@ class Guards:
     Attributes:
         mentioned: names that the captured steps mention; each adds its own before `take`.
         suspicions: changes that only checks against eager steps can judge.
+        recurring: attributes that are part of the signature; their changes are none here.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Guards:
         self._quick_now: Callable[[], object] = values.quick or values.cheap
         self._walk: Walk | None = None
         self.suspicions = Suspicions()
+        self.recurring = RecurringValues()
         self._unseen: list[Moved] = []  # changes that the walk has recorded already
         self._cheap: _State | None = None
         self._quick: object = None
@@ -179,7 +183,8 @@ class Guards:
         For older graphs, too, this is the record from now on: everything must have been compared before.
         """
         self.suspicions.begin(graph)
-        self._walk = walk = self._walk_of(self.all_mentioned(), [], frozenset(self.suspicions.ignored))
+        ignored = frozenset(self.suspicions.ignored)
+        self._walk = walk = self._walk_of(self.all_mentioned(), [], ignored, self.recurring.has)
         walk.be_quick()
         self._hidden = {p: m for p, m in walk.hidden.items() if not self._unguarded.stays_on_host(m)}
         self._reads = [(label, read, read()) for label, read in self.all_mentioned().reads.items()]
@@ -202,7 +207,11 @@ class Guards:
             self._unseen += self._walk.renew(frozenset(self.suspicions.ignored))
 
     def _walk_of(
-        self, mentioned: MentionedNames, outside: list[Root], ignored: Collection[tuple[str, str]] = ()
+        self,
+        mentioned: MentionedNames,
+        outside: list[Root],
+        ignored: Collection[tuple[str, str]] = (),
+        is_apart: Callable[[Moved], bool] = lambda moved: False,
     ) -> Walk:
         """A walk over the objects that the steps can reach: modules, globals, closures and others."""
         users = self._named(mentioned.of_users_objects())
@@ -236,7 +245,7 @@ class Guards:
         for value, name, of in mentioned.roots:
             if all(value is not other for other in self._external.around.values()):
                 roots.append(Root(value, name, of, by_name=True))
-        return Walk(roots, scope)
+        return Walk(roots, scope, is_apart)
 
     def _named(self, names: set[str]) -> frozenset[str]:
         """The names that are compared: without unwatched ones and dunder names."""
@@ -322,6 +331,7 @@ class Guards:
         self._reads, self._thorough, self._hidden = [], {}, {}
         self._walk, self._unseen = None, []
         self.suspicions.forget()
+        self.recurring.forget()
         self.effects.forget()
         self._watched = None
         self._moves.clear()
@@ -361,7 +371,7 @@ class Guards:
         self._checked_steps = self._checked_steps + 1 if are_read else 0
         is_worth_it = self._checked_steps <= _MAX_CHECKED_STEPS
         if (known := next((p for p in are_read if p.is_stale or not is_worth_it), None)) is not None:
-            self._unseen = [known]  # until the graphs are dropped
+            self._unseen = are_read  # until the graphs are dropped
             return Change.of(known, self.all_mentioned().users_code)
         self._unseen = []
         if moved:
@@ -383,6 +393,14 @@ class Guards:
             one_pass.accept()
             self._one_pass = one_pass
         return None
+
+    def set_apart(self, change: str) -> HostAttribute | None:
+        """Make the attribute of a change part of the signature, if its value recurs."""
+        moved = change.moved if isinstance(change, Change) else None
+        attribute = None if moved is None else self.recurring.add(moved)
+        if attribute is not None:
+            self._unseen = [other for other in self._unseen if not self.recurring.has(other)]
+        return attribute
 
     def _in_words(self, otherwise: str) -> str:
         assert self._cheap is not None

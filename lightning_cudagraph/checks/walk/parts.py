@@ -113,11 +113,12 @@ class Node:
         """The depth of a comparison by value; 0 for a table of a module, which guards hold."""
         return 0 if label in _TABLES and issubclass(type(self.owner), nn.Module) else _MAX_DEPTH
 
-    def others(self) -> Iterator[str]:
-        """The paths of parts that were replaced by equal objects, which can change later."""
+    def others(self) -> Iterator[Moved]:
+        """The parts that were replaced by equal objects, which can change later."""
         for label, part in self.read().items():
-            if part is not self.parts.get(label) and not self.ignores(label) and not _is_value(part):
-                yield joined(self.path, label)
+            was = self.parts.get(label)
+            if part is not was and not self.ignores(label) and not _is_value(part):
+                yield Moved(self, label, was, part)
 
     def put_back(self, parts: Parts) -> None:
         now = self.read()

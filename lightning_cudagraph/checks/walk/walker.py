@@ -17,7 +17,7 @@ import logging
 import operator
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from io import FileIO, TextIOWrapper
@@ -95,9 +95,19 @@ def _is_globals(value: dict[Any, Any]) -> bool:
 
 
 class Walk:
-    """A record of the objects that some roots reach, made when the roots are added."""
+    """A record of the objects that some roots reach, made when the roots are added.
 
-    def __init__(self, roots: Iterable[Root] = (), scope: Scope = _EVERYTHING) -> None:
+    Args:
+        is_apart: True for a change that is none of a record; asked at each comparison.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[Root] = (),
+        scope: Scope = _EVERYTHING,
+        is_apart: Callable[[Moved], bool] = lambda moved: False,
+    ) -> None:
+        self._is_apart = is_apart
         self._scope = scope
         self._stops = (*(stop for stop in _STOPS if stop not in scope.enters), *scope.stops)
         self._roots = [*roots]
@@ -162,8 +172,10 @@ class Walk:
         return [*self._nodes, *self._picked, *self._tensors]
 
     def _of(self, node: Node) -> Iterator[Moved]:
-        ignored = self._scope.ignored
-        return (moved for moved in node.changes() if (moved.of, moved.path) not in ignored)
+        return filter(self._counts, node.changes())
+
+    def _counts(self, moved: Moved) -> bool:
+        return (moved.of, moved.path) not in self._scope.ignored and not self._is_apart(moved)
 
     def record_again(self) -> None:
         for node in self._all_nodes():
@@ -193,9 +205,9 @@ class Walk:
         nodes = [*suspects, *quick.read, *(quick.large if everything else ())]
         found = [change for node in nodes for change in self._of(node)]
         if suspects and not found:
-            ignored = self._scope.ignored
-            if any((node.of, path) not in ignored for node in suspects for path in node.others()):
-                found = self.renew(ignored)  # enter the new objects, which can change by themselves
+            if any(self._counts(other) for node in suspects for other in node.others()):
+                # Enter the new objects, which can change by themselves.
+                found = self.renew(self._scope.ignored)
             elif moved:
                 quick.remember()
             else:

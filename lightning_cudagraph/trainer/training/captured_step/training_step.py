@@ -75,7 +75,7 @@ class TrainingStep(Step[StepOutputs]):
             at_break.run(closure)
             optimizer.note_moves()
             training.metrics.state.adopt()
-            if change := training.guards.changed():
+            if change := training.guards.changed() or training.guards.recurring.changed():
                 raise HookError(
                     f"In the middle of a step that is replayed, after {at_break.whose}, {change}; the"
                     " rest of the graph holds what was there at the capture.",

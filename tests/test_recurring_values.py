@@ -1,0 +1,337 @@
+"""Steps that branch on an attribute that hooks change: a graph for each value that recurs.
+
+`tests/gpu/test_recurring_values.py` collects these tests again, on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_cudagraph import CUDAGraphCallback, GraphedStep, HookError
+from lightning_cudagraph.checks.guards.recurring import RecurringValues
+from tests.harness import Net, Trace, assert_same, loader, make, train
+from tests.loops import device_of
+
+BATCHES = 24
+
+
+class Mode(Enum):
+    PLAIN = "plain"
+    PENALTY = "penalty"
+
+
+@dataclass
+class Loss:
+    phase: Any = None
+
+
+@dataclass
+class Config:
+    loss: Loss = field(default_factory=Loss)
+    table: dict[str, Any] = field(default_factory=dict)
+
+
+class InPhases(Net):
+    """Branches on its phase, which a hook sets before each step."""
+
+    def __init__(self, phases: Sequence[Any], phase_of: Callable[[int], int]) -> None:
+        super().__init__(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.3))
+        self.phases, self.phase_of = phases, phase_of
+        self.extra = nn.Linear(12, 4)
+        self.config = Config()
+        self.factor = 1.0
+        self.steps = 0
+        self.set_phase(phases[0])
+
+    def set_phase(self, phase: Any) -> None:
+        self.phase = phase
+
+    def get_phase(self) -> Any:
+        return self.phase
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.set_phase(self.phases[self.phase_of(self.steps) % len(self.phases)])
+        self.steps += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"] * self.factor
+        phase = self.get_phase()
+        if phase == self.phases[0]:
+            return loss
+        penalty = self.extra.weight.square().mean()
+        self.log("penalty", penalty, on_step=True, on_epoch=True)
+        loss = loss + penalty if phase == self.phases[1] else penalty - loss
+        return {"loss": loss, "penalty": penalty}
+
+
+class Nested(InPhases):
+    def set_phase(self, phase: Any) -> None:
+        self.config.loss.phase = phase
+
+    def get_phase(self) -> Any:
+        return self.config.loss.phase
+
+
+class InATable(InPhases):
+    def set_phase(self, phase: Any) -> None:
+        self.config.table["phase"] = phase
+
+    def get_phase(self) -> Any:
+        return self.config.table["phase"]
+
+
+class WithSlots(InPhases):
+    class Slots:
+        __slots__ = ("phase",)
+
+    def set_phase(self, phase: Any) -> None:
+        if not hasattr(self, "slots"):
+            self.slots = self.Slots()
+        self.slots.phase = phase
+
+    def get_phase(self) -> Any:
+        return self.slots.phase
+
+
+class NewConfig(InPhases):
+    """Replaces its config in the middle, while the old one goes on to change."""
+
+    def __init__(self, *args: Any) -> None:
+        self.old = Loss()
+        super().__init__(*args)
+
+    def set_phase(self, phase: Any) -> None:
+        first, second, *_ = self.phases
+        if self.steps == 40:
+            self.config = Config(loss=Loss())
+        elif self.steps == 0:
+            self.old = self.config.loss
+        self.old.phase = first if phase == second else second
+        self.config.loss.phase = phase
+
+    def get_phase(self) -> Any:
+        return self.config.loss.phase
+
+
+class ChangesMore(InPhases):
+    """Another attribute changes for good together with the phase."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self.steps == 41:
+            self.factor = 0.25
+
+
+class TwoAtOnce(InPhases):
+    """Two attributes that recur change in the same step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.factor = 1.0 if self.phase == self.phases[0] else 0.5
+
+
+class NoValueAtTimes(InPhases):
+    """Becomes a list for two steps, which is no value that can be compared."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if 40 <= self.steps < 42:
+            self.phase = [self.phase]
+
+
+@contextmanager
+def never_recurring() -> Iterator[None]:
+    with mock.patch.object(RecurringValues, "add", return_value=None):
+        yield
+
+
+def both(tmp_path: Path, accelerator: str, make_net: Any, **kwargs: Any) -> Trace:
+    """Train without and with the callback, and return the second run, which must equal the first."""
+    kwargs = {"accelerator": accelerator, "max_epochs": 4, **kwargs}
+    kwargs.setdefault("train_loader", loader(batches=BATCHES, ragged=False))
+    plain, graph = (
+        train(make(make_net), tmp_path / name, callback, **kwargs)
+        for name, callback in (("plain", None), ("graph", kwargs.pop("ours", CUDAGraphCallback())))
+    )
+    assert_same(plain, graph)
+    return graph
+
+
+def each_step(step: int) -> int:
+    return step
+
+
+def each_fourth(step: int) -> int:
+    return step // 4
+
+
+def irregularly(step: int) -> int:
+    return (step * step // 3) % 7
+
+
+def each_epoch(step: int) -> int:
+    return step // BATCHES
+
+
+STRINGS = ("first", "second")
+
+
+@pytest.mark.parametrize(
+    ("net", "phases", "phase_of"),
+    [
+        (InPhases, STRINGS, each_step),
+        pytest.param(InPhases, STRINGS, each_fourth, marks=pytest.mark.long),
+        (InPhases, ("first", "second", "third"), irregularly),
+        pytest.param(InPhases, (False, True), each_step, marks=pytest.mark.long),
+        pytest.param(InPhases, (None, "set"), each_fourth, marks=pytest.mark.long),
+        (InPhases, (0.5, 1, None), each_step),
+        (InPhases, (Mode.PLAIN, Mode.PENALTY), each_step),
+        (Nested, STRINGS, each_step),
+        pytest.param(InATable, STRINGS, each_fourth, marks=pytest.mark.long),
+        pytest.param(WithSlots, STRINGS, each_step, marks=pytest.mark.long),
+        (TwoAtOnce, STRINGS, each_step),
+    ],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_values_that_recur(
+    tmp_path: Path, accelerator: str, net: Any, phases: Any, phase_of: Any
+) -> None:
+    run = both(tmp_path, accelerator, lambda: net(phases, phase_of))
+    counts = run.counts
+    assert len(counts.recaptures) < 3
+    assert counts.replayed > 2 * BATCHES
+    with never_recurring():
+        without = both(tmp_path / "without", accelerator, lambda: net(phases, phase_of)).counts
+    assert without.replayed < counts.replayed / 2
+
+
+def test_a_value_that_returns_after_an_epoch(tmp_path: Path, accelerator: str) -> None:
+    def net() -> InPhases:
+        return InPhases(STRINGS, each_epoch)
+
+    run = both(tmp_path, accelerator, net, max_epochs=6)
+    assert len(run.counts.recaptures) == 1
+    # Of the first value, the graph of the first epoch is stale; from the third epoch on there are two.
+    assert run.counts.captures == 3
+    with never_recurring():
+        without = both(tmp_path / "without", accelerator, net, max_epochs=6).counts
+    assert len(without.recaptures) == 5
+
+
+def test_values_that_never_recur(tmp_path: Path, accelerator: str) -> None:
+    phases = tuple(range(4 * BATCHES))
+    run = both(tmp_path, accelerator, lambda: InPhases(phases, each_step))
+    assert len(run.counts.recaptures) == 8
+    assert any("given up after 8 captures" in reason for reason in run.counts.eager)
+    (remedy,) = {change.remedy for change in run.counts.recaptures}
+    assert "compare `self.global_step`" in remedy
+
+
+@pytest.mark.parametrize("net", [ChangesMore, NewConfig, NoValueAtTimes])
+def test_another_change(tmp_path: Path, accelerator: str, net: Any) -> None:
+    """It makes all graphs stale; then the values that recur have new ones."""
+    run = both(tmp_path, accelerator, lambda: net(STRINGS, each_step))
+    assert 1 < len(run.counts.recaptures) < 4
+    assert run.counts.replayed > BATCHES
+
+
+def test_more_values_than_graphs(tmp_path: Path, accelerator: str) -> None:
+    def net() -> InPhases:
+        return InPhases(("a", "b", "c"), lambda step: step // 12)
+
+    run = both(tmp_path, accelerator, net, max_epochs=6, ours=CUDAGraphCallback(max_graphs=2))
+    assert run.counts.evictions
+    assert len(run.counts.recaptures) == 2
+
+
+def test_verification(tmp_path: Path, accelerator: str) -> None:
+    """Each graph is checked as that of another signature is."""
+    run = both(tmp_path, accelerator, lambda: InPhases(STRINGS, each_step))
+    assert run.summary.fit.checked >= run.counts.captures == 3
+
+
+def test_accumulation(tmp_path: Path, accelerator: str) -> None:
+    run = both(
+        tmp_path,
+        accelerator,
+        lambda: InPhases(STRINGS, lambda step: step // 3),
+        accumulate_grad_batches=2,
+    )
+    assert run.counts.replayed > BATCHES
+
+
+class TurnsInTheMiddle(Callback):
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if trainer.global_step == 60:
+            pl_module.phase = "second" if pl_module.phase == "first" else "first"
+
+
+def test_a_change_in_the_middle_of_a_step(tmp_path: Path, accelerator: str) -> None:
+    """The rest of the graph is for the value that the step began with."""
+    module = make(lambda: InPhases(STRINGS, each_step))
+    with pytest.raises(HookError, match=r"`InPhases\.phase` changed; the rest of the graph holds"):
+        train(
+            module,
+            tmp_path,
+            CUDAGraphCallback(),
+            accelerator=accelerator,
+            callbacks=(TurnsInTheMiddle(),),
+            train_loader=loader(batches=BATCHES, ragged=False),
+            max_epochs=4,
+        )
+    assert module.trainer.global_step == 60
+
+
+class Named(InPhases):
+    """Returns the name of its batch, which is in the static inputs of the phase before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        *tensors, name = batch
+        outputs = super().training_step(tensors, batch_idx)
+        return {**(outputs if isinstance(outputs, dict) else {"loss": outputs}), "name": name}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["name"] == batch[-1] == f"file {batch_idx}"
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`:UserWarning")
+def test_names_in_batches(tmp_path: Path, accelerator: str) -> None:
+    data: Any = [(*each, f"file {i}") for i, each in enumerate(loader(batches=BATCHES, ragged=False))]
+    run = both(
+        tmp_path,
+        accelerator,
+        lambda: Named(STRINGS, each_step),
+        train_loader=DataLoader(data, batch_size=None),
+    )
+    assert run.counts.replayed > 2 * BATCHES
+
+
+def test_the_report_names_the_value(tmp_path: Path, accelerator: str) -> None:
+    run = both(tmp_path, accelerator, lambda: InPhases(STRINGS, each_step))
+    (reason,) = run.counts.eager
+    assert reason.startswith("another path: `InPhases.phase`, which the step reads at ")
+    assert "expected 'second', found 'first'" in reason or "expected 'first'" in reason
+
+
+def test_a_phase_of_a_graphed_step(accelerator: str) -> None:
+    """Without the callback, each change makes the graph stale, until captures are given up."""
+    holder = Loss(1.0)
+    x = torch.ones(3, device=device_of(accelerator))
+    step = GraphedStep(lambda x: x * 2 if holder.phase == 1.0 else x * 3)
+    for index in range(40):
+        holder.phase = (1.0, 2.0)[index // 4 % 2]
+        assert torch.equal(step(x), x * (2, 3)[index // 4 % 2])
+    assert len(step.summary.calls.recaptures) > 2
+    step.close()
