@@ -545,8 +545,7 @@ class FlipsByChance(Reads):
 
 class FlipsByTorch(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
-        chance = torch.rand(1)
-        if chance < 0.5:  # BAD
+        if torch.rand(1) < 0.5:  # BAD
             x = x.flip(1)
 
 

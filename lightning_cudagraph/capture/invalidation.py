@@ -53,7 +53,7 @@ class Invalidation(Generic[T]):
         guards, reads = self._guards, self._graphs.reads
         while change := guards.changed():
             can_tell = self._run.agreement is None and not self._graphs.have_one_signature
-            attribute = guards.set_apart(change) if can_tell else None
+            attribute = guards.set_apart() if can_tell else None
             if attribute is None:
                 return change
             reads.add(attribute, getattr(change, "location", None))

@@ -103,14 +103,20 @@ def in_one(findings: Iterable[Finding], calls: CallsApart) -> list[Finding]:
             inside.setdefault(call, []).append(each)
     found = {id(each): each for each in findings}
     for call, group in inside.items():
-        lines = {each.location for each in group}
-        effects = {each.location for each in group if each.is_effect}
+        lines = {_line(each) for each in group}
+        effects = {_line(each) for each in group if each.is_effect}
         if len(lines) >= _FEWEST and len(effects) >= _FEWEST_EFFECTS:
             first, *others = group
             found[id(first)] = _as_one(call, group)
             for each in others:
                 del found[id(each)]
     return [*found.values()]
+
+
+def _line(finding: Finding) -> tuple[str, int]:
+    """The user's line, without that of a library to which it comes."""
+    assert finding.location is not None
+    return finding.location.path, finding.location.line
 
 
 def _as_one(call: CallApart, group: list[Finding]) -> Finding:

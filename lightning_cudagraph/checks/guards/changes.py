@@ -18,12 +18,10 @@ class Change(str):
     """A change, in words.
 
     Attributes:
-        moved: the changed part, if it is one of an object.
         location: the first line of user code that reads what has changed; None if it is unknown.
         is_after_pause: user code may have run before, as between two epochs.
     """
 
-    moved: Moved | None = None
     location: Location | None = None
     remedy = ""
     is_after_pause = False
@@ -31,7 +29,6 @@ class Change(str):
     @classmethod
     def of(cls, moved: Moved, codes: Sequence[CodeType]) -> Change:
         change = cls(moved.words)
-        change.moved = moved
         name = moved.attribute
         if isinstance(moved.holder, nn.Module) and not is_users_class(type(moved.holder)):
             name = moved.of.strip("`").rpartition(".")[2]  # a layer of torch reads its own attributes

@@ -127,6 +127,7 @@ class Guards:
         self.suspicions = Suspicions()
         self.recurring = RecurringValues()
         self._unseen: list[Moved] = []  # changes that the walk has recorded already
+        self._moved: Moved | None = None  # the last change, if it is one of a part of an object
         self._cheap: _State | None = None
         self._quick: object = None
         self._contexts: tuple[object, ...] = ()
@@ -329,7 +330,7 @@ class Guards:
         self._structure = self._one_pass = None
         self._contexts = ()
         self._reads, self._thorough, self._hidden = [], {}, {}
-        self._walk, self._unseen = None, []
+        self._walk, self._unseen, self._moved = None, [], None
         self.suspicions.forget()
         self.recurring.forget()
         self.effects.forget()
@@ -345,6 +346,7 @@ class Guards:
         """The first change since the capture, in words; None if there is none."""
         if self._cheap is None or self._structure is None or self._walk is None:
             return None
+        self._moved = None
         if self._quick_now() != self._quick:
             return self._in_words("the settings of the optimizer changed")
         if contexts() != self._contexts:
@@ -372,6 +374,7 @@ class Guards:
         is_worth_it = self._checked_steps <= _MAX_CHECKED_STEPS
         if (known := next((p for p in are_read if p.is_stale or not is_worth_it), None)) is not None:
             self._unseen = are_read  # until the graphs are dropped
+            self._moved = known
             return Change.of(known, self.all_mentioned().users_code)
         self._unseen = []
         if moved:
@@ -394,9 +397,9 @@ class Guards:
             self._one_pass = one_pass
         return None
 
-    def set_apart(self, change: str) -> HostAttribute | None:
-        """Make the attribute of a change part of the signature, if its value recurs."""
-        moved = change.moved if isinstance(change, Change) else None
+    def set_apart(self) -> HostAttribute | None:
+        """Make the attribute of the last change part of the signature, if its value recurs."""
+        moved, self._moved = self._moved, None
         attribute = None if moved is None else self.recurring.add(moved)
         if attribute is not None:
             self._unseen = [other for other in self._unseen if not self.recurring.has(other)]
