@@ -433,6 +433,21 @@ def taken_for_the_end(x: Any) -> None:
     next(map(lambda _: each(), [1]), None)
 
 
+class End(StopIteration):
+    """An end of one's own."""
+
+
+def taken_by_another_name(x: Any) -> None:
+    end = End()
+
+    def each() -> int:
+        if not x:
+            raise end
+        return 1
+
+    next(map(lambda _: each(), [1]), None)
+
+
 CHECKS = [
     *(asserts, asserts_a_number, raises, raises_at_the_end, compares, compares_the_other_way),
     *(compares_for_equality, compares_with_a_local, compares_on_the_device, converts),
@@ -447,7 +462,7 @@ OTHERS = [
     *(compares_with_a_global, compares_with_a_property, converts_to_float),
     *(caught, caught_by_a_caller, caught_in_the_end, caught_in_a_loop, suppressed, in_a_loud_context),
     *(in_an_unknown_context, in_two_contexts, in_a_generator, in_a_property, taken_by_c),
-    taken_for_the_end,
+    *(taken_for_the_end, taken_by_another_name),
 ]
 
 

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,16 @@ class _ReadsInBackward(torch.autograd.Function):
         return gradient
 
 
+_POOL = ThreadPoolExecutor(1)
+
+
+class InAThread(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        scale = _POOL.submit(lambda: 1 + loss.detach().item()).result()  # BAD
+        return loss * scale
+
+
 class BackwardItem(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return _ReadsInBackward.apply(super().training_step(batch, batch_idx)["loss"])
@@ -204,6 +215,7 @@ BAD: dict[type[Net], str] = {
     AsksForAFile: "`os.stat`",
     AsksTheNetwork: "`socket.gethostname`",
     StepsTheScheduler: "use of `LRScheduler.step`",
+    InAThread: "`concurrent.futures.Future.result`",
     Attribute: "`calls` of the `Attribute`",
     GrowingList: "`seen` of the `GrowingList`",
     Rebound: "`mean_loss` of the `Rebound`",

@@ -150,6 +150,19 @@ def test_generators_and_iterators_are_seen_to_move() -> None:
     assert _changed(holder, lambda: next(items)) != []
 
 
+def test_by_which_locks_threads_wait_is_not_put_back() -> None:
+    waiting, others = threading.Condition(), [1]
+    waiting._waiters.append(threading.Lock())  # type: ignore[attr-defined]  # as `wait` does
+    walk = Walk([Root((waiting, others), "held", "")])
+    now = threading.Lock()
+    waiting._waiters[0] = now  # type: ignore[attr-defined]
+    others.append(2)
+    assert any(moved.is_lasting for moved in walk.changes())
+    walk.put_back()
+    assert list(waiting._waiters) == [now]  # type: ignore[attr-defined]
+    assert others == [1]
+
+
 @pytest.mark.parametrize("make", [lambda: iter(range(9)), lambda: reversed(range(9)), lambda: range(9)])
 def test_ranges_are_compared_by_value(make: Callable[[], Any]) -> None:
     """An iterator makes another range each time that it is asked for its position."""

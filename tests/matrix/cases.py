@@ -56,6 +56,7 @@ def few() -> list[Case]:
         for name in ("sqlite3", "key of the optimizer's state")
     ]
     cases.append(Case("counter: attribute of the optimizer", mode="step"))
+    cases.append(Case("put into a queue that a thread empties", setting=DEFAULT))
     cases += [late(name, "train") for name in ("file", "sqlite3", "random.Random", "generator")]
     cases += [late("buffer of a module in a list", mode) for mode in MODES]
     return cases

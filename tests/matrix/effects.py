@@ -14,6 +14,7 @@ import queue
 import random
 import sqlite3
 import tempfile
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -245,6 +246,30 @@ class Puts(Effect, name="put into a queue"):
 class PutsSimply(Puts, name="put into a SimpleQueue"):
     def make(self) -> None:
         self.waiting = queue.SimpleQueue()  # type: ignore[assignment]
+
+
+class PutsForAThread(Puts, name="put into a queue that a thread empties"):
+    """A thread that waits for the queue must still be woken behind a capture that was given up."""
+
+    def make(self) -> None:
+        super().make()
+        self.taken: list[str] = []
+        self.thread = threading.Thread(target=_take, args=(self.waiting, self.taken))
+        self.thread.start()
+
+    def seen(self) -> int:
+        self.waiting.put("end")
+        self.thread.join(20)
+        return len(self.taken)
+
+    def close(self) -> None:
+        self.seen()
+        assert not self.thread.is_alive()
+
+
+def _take(waiting: queue.Queue[str], taken: list[str]) -> None:
+    while (item := waiting.get()) != "end":
+        taken.append(item)
 
 
 class Updates(Effect, name="Counter.update"):

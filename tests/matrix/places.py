@@ -17,6 +17,7 @@ import enum
 import importlib
 import io
 import itertools
+import locale
 import logging
 import mmap
 import multiprocessing
@@ -1135,6 +1136,35 @@ class FileOfOs(FileExists, name="os.path.exists", seldom=True):
         return os.path.exists(self.file)
 
 
+class WorkingDirectory(_Either, name="working directory"):
+    counts = False
+
+    def make(self) -> None:
+        self.before = os.getcwd()
+
+    def is_high(self) -> bool:
+        return os.getcwd() != "/"
+
+    def toggle(self) -> None:
+        os.chdir("/" if self.is_high() else tempfile.gettempdir())
+
+    def close(self) -> None:
+        os.chdir(self.before)
+
+
+class GetterWithDefaults(_Either, name="setting asked for with default arguments"):
+    counts = False
+
+    def is_high(self) -> bool:
+        return locale.getlocale()[0] is None
+
+    def toggle(self) -> None:
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8" if self.is_high() else "C")
+
+    def close(self) -> None:
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+
+
 class Arguments(Place, name="sys.argv"):
     def make(self) -> None:
         sys.argv.append("")
@@ -1243,6 +1273,16 @@ class OfALibrary(_InABox, name="attribute of a library's module"):
 class OfALibrarysClass(OfALibrary, name="attribute of a library's class"):
     def box(self) -> Any:
         return nn.Linear
+
+
+class OfALibrarysFunction(OfALibrary, name="attribute of a library's function"):
+    def box(self) -> Any:
+        return nn.functional.cross_entropy
+
+
+class OfTheThread(OfALibrary, name="attribute of the running thread"):
+    def box(self) -> Any:
+        return threading.main_thread()
 
 
 class ImportedInTheStep(Place, name="settings imported in the step"):

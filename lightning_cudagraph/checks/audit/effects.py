@@ -112,7 +112,7 @@ class Effects:
         """Refuse the step of the enclosed capture if it has effects, and undo them."""
         signature, phase = self.kind
         found = self._found.get(signature, {}).get(phase, [])
-        lasting = [moved for moved in found if moved.node.write is None]
+        lasting = [moved for moved in found if moved.is_lasting]
         walk = self._walk(self.mentioned)  # of all: a step on another path may have other effects
         self._refuse(lasting, self.mentioned.users_code, walk)
         try:

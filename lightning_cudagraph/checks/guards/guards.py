@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import current_thread
 from types import FunctionType
 from typing import Any
 
@@ -233,6 +234,7 @@ class Guards:
         roots = [
             Root(os.environ, "os.environ", "the process"),
             Root(sys.argv, "sys.argv", "the process"),
+            Root(current_thread(), "", "the running thread", by_name=True),
             *self._roots_of_modules(self._model, "", reads),
             *self._roots_of_names(mentioned, hooks),
             *self._external.read(),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import copysign
+from threading import Lock
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ PRIVATE = "_*"
 CODE, BASES = "__code__", "__bases__"
 
 SETS: tuple[Any, ...] = (set, frozenset)
+_LOCK = type(Lock())
 _SHOWN = VALUES - {bytes}
 _MAX_SHOWN = 60
 _MAX_DEPTH = 6  # of nested containers that are compared by value
@@ -122,12 +124,13 @@ class Node:
 
     def put_back(self, parts: Parts) -> None:
         now = self.read()
-        if self.write is None or UNSTEADY in now or UNSTEADY in parts:
+        if UNSTEADY in now or UNSTEADY in parts or any(moved.is_lasting for moved in self.changes()):
             return
         kept = {label: part for label, part in now.items() if self.ignores(label)}
         parts = {n: kept.get(n, part) for n, part in parts.items() if n in kept or not self.ignores(n)}
         parts |= kept
-        if [*now] != [*parts] or any(not _is_one(part, now[label]) for label, part in parts.items()):
+        is_other = [*now] != [*parts] or any(not _is_one(part, now[n]) for n, part in parts.items())
+        if self.write is not None and is_other:
             self.write(parts)
 
 
@@ -193,6 +196,11 @@ class Moved(NamedTuple):
     def subject(self) -> tuple[str, str]:
         """The part, as several checks that find it name it."""
         return self.name, self.of
+
+    @property
+    def is_lasting(self) -> bool:
+        """True if the change cannot be undone: as that of a table of locks, by which threads wait."""
+        return self.node.write is None or _LOCK in (type(self.was), type(self.now))
 
     @property
     def is_read(self) -> bool:

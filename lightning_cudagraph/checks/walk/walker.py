@@ -247,9 +247,9 @@ class Walk:
         if issubclass(kind, type) and not is_users_class(value):
             return not self._scope.in_capture
         if kind is FunctionType:
-            # One that a library puts around another has state: `functools.singledispatch` makes such.
-            is_wrapper = "__wrapped__" in vars(value) and not self._scope.in_capture
-            return is_wrapper or is_users(value.__code__, value.__globals__)
+            # One of a library has state if it has attributes: `functools.singledispatch` makes such.
+            has_state = bool(vars(value)) and not self._scope.in_capture
+            return has_state or is_users(value.__code__, value.__globals__)
         if kind in (BuiltinFunctionType, MethodWrapperType):
             return not isinstance(value.__self__, (ModuleType, type, type(None)))
         if issubclass(kind, ModuleType) and _is_imported(value):

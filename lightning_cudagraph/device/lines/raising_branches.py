@@ -29,7 +29,7 @@ _ENTERS = ("BEFORE_WITH", "SETUP_WITH")
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _COMPILED = ("__compiled_fn", "__resume_at")  # names in the code that Dynamo makes
 # C code around a call may take these for an answer: `hasattr`, `next`, iteration by `__getitem__`.
-_TAKEN_BY_C = {"AttributeError", "IndexError", "KeyError", "LookupError", "StopIteration"}
+_TAKEN_BY_C = (AttributeError, LookupError, StopIteration)
 _EXACT = 2**53  # whole numbers up to here are exact in float64
 _NUMBERS = (bool, int, float)
 
@@ -249,11 +249,18 @@ class _Search:
             seen.add(index)
             now = self._all[index]
             is_raised |= now.opname == "RAISE_VARARGS"
-            is_taken = now.opname.startswith("LOAD_") and now.argval in _TAKEN_BY_C
-            if now.opname.startswith(_LEAVES) or is_taken or not self._leaves(index):
+            if now.opname.startswith(_LEAVES) or self._is_taken(now) or not self._leaves(index):
                 return False
             todo += self._code.following(index)
         return is_raised
+
+    def _is_taken(self, load: dis.Instruction) -> bool:
+        """True for a load of an exception, by any name, that C code around may take for an answer."""
+        if not load.opname.startswith("LOAD_") or load.opname == "LOAD_CONST":
+            return False
+        spaces = (self._frame.f_locals, self._frame.f_globals, self._frame.f_builtins)
+        found = next((space[load.argval] for space in spaces if load.argval in space), None)
+        return issubclass(found if isinstance(found, type) else type(found), _TAKEN_BY_C)
 
     def _leaves(self, raising: int) -> bool:
         """True if what an instruction raises leaves the frame, whatever handlers do before."""

@@ -26,6 +26,7 @@ from lightning_cudagraph.checks.audit.calls.known_calls import (
     EFFECTS,
     EFFECTS_IN_C,
     FIXED_RESULTS,
+    OTHER_THREADS,
     READS,
     READS_IN_C,
     READS_OF_FILES,
@@ -123,7 +124,7 @@ class HostCalls:
         # By identity: the code objects of compiled frames do not hash.
         self._moving = {id(code): name for code, name in {**READS, **rules.moving}.items()}
         self._seldom = {id(code): value for code, value in {**SELDOM, **rules.seldom}.items()}
-        self._refused = {id(code): value for code, value in rules.refused.items()}
+        self._refused = {id(code): value for code, value in {**OTHER_THREADS, **rules.refused}.items()}
         self._seeds = {id(code): value for code, value in seeds(device_type).items()}
         self._effects = {id(code): name for code, name in {**EFFECTS, **rules.effects}.items()}
         self._before: Any = None
@@ -296,7 +297,7 @@ class HostCalls:
             if (user_caller := self._origins.user_caller(frame)) is not None:
                 self._refuse_read(READS_IN_C[function], user_caller)
         elif (module := system_module(function, receiver)) and not name.startswith("__"):
-            self._system_call(f"{module}.{name}", frame)
+            self._system_call(f"{module}.{name}", frame, function)
         elif name in SEEDS_ITSELF and isinstance(receiver, torch.Generator):
             self._refuse_seed((f"torch.Generator.{name}", *SEEDED), frame)
         elif function in self._rules.other_in_captures:
@@ -329,15 +330,18 @@ class HostCalls:
         if not self._allows(name):
             self.mentioned.reads[f"`{name}`"] = asks
 
-    def _system_call(self, name: str, frame: FrameType) -> None:
-        """Refuse a call of the operating system, but for those with a fixed result and of imports."""
-        function = name.partition(".")[2]
-        if function in FIXED_RESULTS or function.startswith("_"):  # `_path_normpath` only computes
+    def _system_call(self, name: str, frame: FrameType, function: Any) -> None:
+        """Refuse a call of the operating system that may change something, but for those of imports."""
+        if function.__name__.startswith("_"):  # `_path_normpath` only computes
             return
         user_caller = self._origins.user_caller(frame)
         if user_caller is None or self._allows(name) or is_import(frame, user_caller):
             return
         if self._is_inside_allowed(frame):
+            return
+        if function.__name__ in FIXED_RESULTS:
+            if (asks := asked_in_c(frame, function)) is not None:
+                self._note_setting(f"{name}()", asks)
             return
         refuse(
             CaptureError(

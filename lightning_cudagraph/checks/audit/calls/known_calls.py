@@ -7,9 +7,11 @@ import logging
 import re
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import date, datetime
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -36,7 +38,7 @@ _SYSTEM = {
     **{"posix": "os", "nt": "os", "socket": "socket", "_socket": "socket", "_sqlite3": "sqlite3"},
     **{name: name for name in ("select", "fcntl", "resource", "sqlite3")},
 }
-# Functions of these modules with one result for the same arguments in one process.
+# Functions of these modules that change nothing. Of those without arguments, the result is compared.
 FIXED_RESULTS = frozenset({"fspath", "getpid", "getcwd", "cpu_count", "strerror", "get_terminal_size"})
 _IMPORTS = "importlib."
 SEEDS_ITSELF = ("manual_seed", "seed")
@@ -55,6 +57,18 @@ EFFECTS: dict[CodeType, str] = {
 }
 if "_log" in vars(logging.Logger):  # else captures are refused
     EFFECTS[logging.Logger._log.__code__] = "logging"  # called for enabled levels only
+# Other threads run outside of the capture, and no check of a step sees what they do. Python's library
+# starts them with the first, and waits for them with the others.
+_THREADS = {
+    threading.Thread.start: "threading.Thread.start",
+    threading.Condition.wait: "threading.Condition.wait",
+    Future.result: "concurrent.futures.Future.result",
+}
+_IN_ONE_THREAD = (
+    "Call in the step itself what another thread does there: a graph gains nothing by it. What is for"
+    " the host alone can go to a thread in `on_train_batch_end`."
+)
+OTHER_THREADS = {function.__code__: (name, _IN_ONE_THREAD) for function, name in _THREADS.items()}
 # Packages that print and write for their callers.
 RECORDERS = frozenset(
     (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dis import opname
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -29,14 +30,19 @@ def asked_in_c(frame: FrameType, function: Any) -> Callable[[], Any] | None:
 
 
 def asked_in_python(frame: FrameType) -> Callable[[], Any] | None:
-    """The function of a library that a frame runs, if it is a getter without parameters."""
+    """The function of a library that a frame begins to run, if it is a getter without arguments."""
     code = frame.f_code
-    takes_some = code.co_argcount or code.co_kwonlyargcount or code.co_flags & 0x0C
-    if takes_some or _ASKS.match(code.co_name) is None:
+    if code.co_flags & (CO_VARARGS | CO_VARKEYWORDS) or _ASKS.match(code.co_name) is None:
         return None
     function = frame.f_globals.get(code.co_name)
-    is_it = isinstance(function, FunctionType) and function.__code__ is code
-    return _read(function) if is_it else None
+    if not isinstance(function, FunctionType) or function.__code__ is not code:
+        return None
+    defaults = function.__defaults__ or ()
+    by_name = dict(zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False))
+    by_name |= function.__kwdefaults__ or {}
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    is_asked = all(name in by_name and frame.f_locals.get(name) is by_name[name] for name in given)
+    return _read(function) if is_asked else None
 
 
 def _read(function: Any) -> Callable[[], Any]:
