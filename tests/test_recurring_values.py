@@ -188,21 +188,26 @@ def each_epoch(step: int) -> int:
 STRINGS = ("first", "second")
 
 
+ROWS = (
+    (InPhases, STRINGS, each_step),
+    (InPhases, STRINGS, each_fourth),
+    (InPhases, ("first", "second", "third"), irregularly),
+    (InPhases, (False, True), each_step),
+    (InPhases, (None, "set"), each_fourth),
+    (InPhases, (0.5, 1, None), each_step),
+    (InPhases, (Mode.PLAIN, Mode.PENALTY), each_step),
+    (Nested, STRINGS, each_step),
+    (InATable, STRINGS, each_fourth),
+    (WithSlots, STRINGS, each_step),
+    (TwoAtOnce, STRINGS, each_step),
+)
+# Each row trains three times; the default run takes the first.
+long = pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("net", "phases", "phase_of"),
-    [
-        (InPhases, STRINGS, each_step),
-        pytest.param(InPhases, STRINGS, each_fourth, marks=pytest.mark.long),
-        (InPhases, ("first", "second", "third"), irregularly),
-        pytest.param(InPhases, (False, True), each_step, marks=pytest.mark.long),
-        pytest.param(InPhases, (None, "set"), each_fourth, marks=pytest.mark.long),
-        (InPhases, (0.5, 1, None), each_step),
-        (InPhases, (Mode.PLAIN, Mode.PENALTY), each_step),
-        (Nested, STRINGS, each_step),
-        pytest.param(InATable, STRINGS, each_fourth, marks=pytest.mark.long),
-        pytest.param(WithSlots, STRINGS, each_step, marks=pytest.mark.long),
-        (TwoAtOnce, STRINGS, each_step),
-    ],
+    [ROWS[0], *(pytest.param(*row, marks=long) for row in ROWS[1:])],
     ids=lambda case: getattr(case, "__name__", ""),
 )
 def test_values_that_recur(
@@ -217,6 +222,7 @@ def test_values_that_recur(
     assert without.replayed < counts.replayed / 2
 
 
+@long
 def test_a_value_that_returns_after_an_epoch(tmp_path: Path, accelerator: str) -> None:
     def net() -> InPhases:
         return InPhases(STRINGS, each_epoch)
@@ -230,6 +236,7 @@ def test_a_value_that_returns_after_an_epoch(tmp_path: Path, accelerator: str) -
     assert len(without.recaptures) == 5
 
 
+@long
 def test_values_that_never_recur(tmp_path: Path, accelerator: str) -> None:
     phases = tuple(range(4 * BATCHES))
     run = both(tmp_path, accelerator, lambda: InPhases(phases, each_step))
@@ -239,7 +246,9 @@ def test_values_that_never_recur(tmp_path: Path, accelerator: str) -> None:
     assert "compare `self.global_step`" in remedy
 
 
-@pytest.mark.parametrize("net", [ChangesMore, NewConfig, NoValueAtTimes])
+@pytest.mark.parametrize(
+    "net", [ChangesMore, pytest.param(NewConfig, marks=long), pytest.param(NoValueAtTimes, marks=long)]
+)
 def test_another_change(tmp_path: Path, accelerator: str, net: Any) -> None:
     """It makes all graphs stale; then the values that recur have new ones."""
     run = both(tmp_path, accelerator, lambda: net(STRINGS, each_step))
@@ -247,6 +256,7 @@ def test_another_change(tmp_path: Path, accelerator: str, net: Any) -> None:
     assert run.counts.replayed > BATCHES
 
 
+@long
 def test_more_values_than_graphs(tmp_path: Path, accelerator: str) -> None:
     def net() -> InPhases:
         return InPhases(("a", "b", "c"), lambda step: step // 12)
@@ -256,12 +266,14 @@ def test_more_values_than_graphs(tmp_path: Path, accelerator: str) -> None:
     assert len(run.counts.recaptures) == 2
 
 
+@long
 def test_verification(tmp_path: Path, accelerator: str) -> None:
     """Each graph is checked as that of another signature is."""
     run = both(tmp_path, accelerator, lambda: InPhases(STRINGS, each_step))
     assert run.summary.fit.checked >= run.counts.captures == 3
 
 
+@long
 def test_accumulation(tmp_path: Path, accelerator: str) -> None:
     run = both(
         tmp_path,
