@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,54 @@ def test_the_device_does_not_wait_for_who_has_failed(
     assert world.aborted.wait(LIMIT_S)
     said = capfd.readouterr().err
     assert "rank 1 ends, because another process has failed: rank 0: ValueError: no more" in said
+
+
+class Stream:
+    """Stands in for the stream and its event: `record` comes back once `free` is set."""
+
+    def __init__(self, is_done: bool) -> None:
+        self.is_done = is_done
+        self.free = threading.Event()
+
+    def record(self, stream: Any) -> None:
+        self.free.wait()
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+@pytest.mark.parametrize(
+    ("blocks", "is_done", "exits"),
+    [
+        (True, True, False),
+        (False, False, False),
+        (False, True, False),
+        (False, False, True),
+        (False, True, True),
+    ],
+)
+def test_a_call_of_cuda_that_blocks_holds_up_no_other_thread(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch, blocks: bool, is_done: bool, exits: bool
+) -> None:
+    """At the exit of Python, which starts no thread, it is made by the caller."""
+    stream = Stream(is_done)
+    if not blocks:
+        stream.free.set()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: stream)
+    monkeypatch.setattr(module, "_DRAIN_S", 0.2)
+    if exits:
+
+        def start(thread: threading.Thread) -> None:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+    failures = Failures(store, rank=1, size=2)
+    failures._device = GPU
+    try:
+        assert failures._is_stuck() is (blocks or not is_done)
+    finally:
+        stream.free.set()
 
 
 def test_the_device_may_wait_on_another_stream(
