@@ -100,14 +100,12 @@ class Versions:
     def is_same(self, index: int) -> bool:
         """True if the dictionary at a position has the keys and values that were recorded."""
         keys, values = self._contents[index]
-        now: Any = self.dicts[index]
-        if self._names[index] is not None:
-            named, held = self._content(index)
-            return named == keys and all(map(operator.is_, held, values))
+        now_keys, now_values = self._content(index)  # copies: another thread may write in between
         return (
-            len(now) == len(values)
-            and all(map(operator.is_, dict.values(now), values))
-            and all(map(operator.is_, dict.keys(now), keys))
+            len(now_keys) == len(keys)
+            and len(now_values) == len(values)
+            and all(map(operator.is_, now_keys, keys))
+            and all(map(operator.is_, now_values, values))
         )
 
     def remember(self, positions: Iterable[int]) -> None:

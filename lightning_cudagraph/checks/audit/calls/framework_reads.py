@@ -75,7 +75,7 @@ def _is_object(value: Any) -> bool:
 def _holds_tensors(value: Any, depth: int) -> bool:
     members: Any = ()
     if isinstance(value, dict):
-        members = dict.values(value)
+        members = [*dict.values(value)]  # a copy: another thread may write meanwhile
     elif type(value) in (list, tuple):
         members = value
     return any(
