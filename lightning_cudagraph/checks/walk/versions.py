@@ -100,6 +100,9 @@ class Versions:
     def is_same(self, index: int) -> bool:
         """True if the dictionary at a position has the keys and values that were recorded."""
         keys, values = self._contents[index]
+        held, names = self.dicts[index], self._names[index]
+        if names is not None:
+            return all(map(operator.is_, map(dict.get, repeat(held), names, repeat(_MISSING)), values))
         now_keys, now_values = self._content(index)  # copies: another thread may write in between
         return (
             len(now_keys) == len(keys)

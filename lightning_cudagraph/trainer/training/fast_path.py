@@ -18,7 +18,6 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
@@ -31,10 +30,10 @@ from lightning_cudagraph.compat.names.lightning_names import (
     _TrainingEpochLoop,
 )
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.trainer.config.support import callbacks_of, described_hook, is_overridden
+from lightning_cudagraph.trainer.config.support import described_hook, is_overridden
 from lightning_cudagraph.trainer.training.conditions import AROUND, PATCHED, TRANSFER, Conditions
 from lightning_cudagraph.trainer.training.hooks.averages import Averages
-from lightning_cudagraph.trainer.training.hooks.batch_hooks import BatchHooks
+from lightning_cudagraph.trainer.training.hooks.batch_hooks import END, START, BatchHooks
 from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen, is_known, undisturbed
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
@@ -138,12 +137,10 @@ class FastPath:
         self._reason = self._obstacle(data_fetcher)
         if self._reason or not self._is_known:
             return False
-        callbacks = callbacks_of(trainer)
         self._disturbed = not undisturbed(trainer, module)
-        self._starts, self._ends = (
-            self._disturbed or any(is_overridden(name, callback, Callback) for callback in callbacks)
-            for name in ("on_train_batch_start", "on_train_batch_end")
-        )
+        self._starts = self._hooks.has(START)
+        # One that runs in the middle of a step may set one that ends it.
+        self._ends = self._disturbed or self._hooks.has(END)
         owners = (module, getattr(trainer, "datamodule", None))
         self._prepares = any(
             not is_known(getattr(owner, _PREPARES)) or is_overridden(_PREPARES, owner, DataHooks)
@@ -223,10 +220,9 @@ class FastPath:
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
             )
         else:
-            if self._starts:
+            if self._starts or not self._looked:
                 batch, response = self._hooks.start(batch, batch_idx)
                 skips = response == -1
-            if self._disturbed:
                 self._look_again()
             if skips:
                 progress.increment_by(0, is_last_batch=True)
@@ -270,6 +266,8 @@ class FastPath:
         names["_current_fx_name"] = TRANSFER
         batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         names["_current_fx_name"] = None
+        if self._disturbed:
+            self._look_again()
         return batch
 
     def _step(self, batch: Any, batch_idx: int, is_last: bool) -> Any:

@@ -22,10 +22,10 @@ from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 
 _NOTHING = nullcontext()
-_START, _END = "on_train_batch_start", "on_train_batch_end"
+START, END = "on_train_batch_start", "on_train_batch_end"
 # Those that do nothing.
 _EMPTY = frozenset(
-    getattr(kind, name) for kind in (Callback, pl.LightningModule) for name in (_START, _END)
+    getattr(kind, name) for kind in (Callback, pl.LightningModule) for name in (START, END)
 ) | {Strategy.on_train_batch_start}
 
 
@@ -44,22 +44,27 @@ class BatchHooks:
         self._host = run.times.host
         self._steps = steps
 
+    def has(self, name: str) -> bool:
+        """True if a callback or the module has a hook of this name."""
+        owners = (*callbacks_of(self._trainer), self._module)
+        return any(_does_something(getattr(owner, name)) for owner in owners)
+
     def start(self, batch: Any, batch_idx: int) -> tuple[Any, Any]:
         """Call the hooks before a step; return its batch, and the answer of the module's hook."""
         trainer, module, names, host = self._trainer, self._module, self._names, self._host
         before = names["_current_fx_name"]
-        names["_current_fx_name"] = _START
+        names["_current_fx_name"] = START
         for callback in callbacks_of(trainer):
             hook: Any = callback.on_train_batch_start
             if _does_something(hook):
                 batch = self._readable(batch, hook, BEFORE_ARGUMENTS)
-                with host.of_hook(callback, _START):
+                with host.of_hook(callback, START):
                     hook(trainer, module, batch, batch_idx)
         response = None
         if _does_something(hook := module.on_train_batch_start):
-            names["_current_fx_name"] = _START
+            names["_current_fx_name"] = START
             batch = self._readable(batch, hook, 0)
-            with host.of_hook(module, _START):
+            with host.of_hook(module, START):
                 response = hook(batch, batch_idx)
         # One that these hooks have just set: with another, Lightning's own loop runs.
         if _does_something(hook := trainer.strategy.on_train_batch_start):
@@ -71,20 +76,20 @@ class BatchHooks:
     def end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer, module, names, host = self._trainer, self._module, self._names, self._host
         before = names["_current_fx_name"]
-        names["_current_fx_name"] = _END
+        names["_current_fx_name"] = END
         for callback in callbacks_of(trainer):
             hook: Any = callback.on_train_batch_end
             if _does_something(hook):
                 outputs = self._copied(outputs, hook, BEFORE_ARGUMENTS)
                 batch = self._readable(batch, hook, BEFORE_ARGUMENTS + 1)
                 drawn = self._shown.drawn() if draws_late(callback) else _NOTHING
-                with host.of_hook(callback, _END), drawn:
+                with host.of_hook(callback, END), drawn:
                     hook(trainer, module, _given(outputs), batch, batch_idx)
         if _does_something(hook := module.on_train_batch_end):
-            names["_current_fx_name"] = _END
+            names["_current_fx_name"] = END
             outputs = self._copied(outputs, hook, 0)
             batch = self._readable(batch, hook, 1)
-            with host.of_hook(module, _END):
+            with host.of_hook(module, END):
                 hook(_given(outputs), batch, batch_idx)
         names["_current_fx_name"] = before
 
