@@ -75,10 +75,7 @@ class ModulesRun:
     retired: list[ModuleGraph] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        verify = self.settings.verify
-        self.verifier = Verifier(
-            self.backend, verify.replays, verify.every_n_steps, budget=verify.budget
-        )
+        self.verifier = Verifier(self.backend, self.settings.verify)
         rules = host_rules(self.trainer, self.settings.harmless, _none)
         self._rules = replace(rules, refused={**rules.refused, **_LOGGING})
         self._carried = ReboundAttributes(nn.Module(), self.backend.device, frozenset(), _none)
