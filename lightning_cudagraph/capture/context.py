@@ -92,7 +92,5 @@ class RunContext:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.verifier = Verifier(
-            self.backend, settings.verify, self.learning_rates, self.agreement
-        )
+        self.verifier = Verifier(self.backend, settings.verify, self.learning_rates, self.agreement)
         self.signatures = Signatures(settings.max_graphs, settings.warmup_steps, self.wording)
