@@ -53,7 +53,6 @@ class _OneHotAsOnCuda(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is torch.nn.functional.one_hot:
             labels, classes = _of_one_hot(*args, **kwargs)
             if classes > 0:

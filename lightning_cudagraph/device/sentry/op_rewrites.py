@@ -90,7 +90,7 @@ class Constants(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = dict(kwargs)
         if func in _FROM_PYTHON and _is_python(args[:1]):
             device = kwargs.get("device")
             device = torch.get_default_device() if device is None else torch.device(device)
