@@ -111,7 +111,7 @@ class Finding:
         return self.what, self.location and replace(self.location, called=None)
 
 
-# What may differ between findings that one change of a line mends: names, texts and numbers.
+# What may differ between findings that one change of a line settles: names, texts and numbers.
 _NAMED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"|-?\d[\d.e+-]*")
 _MAX_NAMED = 5
 
@@ -122,17 +122,17 @@ def together(findings: Iterable[Finding]) -> list[Finding]:
     for finding in _without_echoes([*findings]):
         texts = (_NAMED.sub("", text) for text in (finding.what, finding.remedy))
         groups.setdefault((*texts, _line_of(finding), finding.in_optimizer), []).append(finding)
-    mended: dict[Hashable, Finding] = {}
+    merged: dict[Hashable, Finding] = {}
     for finding in _without_parts([_in_one(group) for group in groups.values()]):
         key = (
             (_line_of(finding), finding.remedy, finding.in_optimizer)
             if finding.location
             else finding.key
         )
-        first = mended.setdefault(key, finding)
+        first = merged.setdefault(key, finding)
         if first is not finding:
-            mended[key] = replace(first, what=f"{first.what} {finding.what}")
-    return [*mended.values()]
+            merged[key] = replace(first, what=f"{first.what} {finding.what}")
+    return [*merged.values()]
 
 
 def _without_echoes(findings: list[Finding]) -> list[Finding]:
@@ -142,7 +142,7 @@ def _without_echoes(findings: list[Finding]) -> list[Finding]:
 
 
 def _without_parts(findings: list[Finding]) -> list[Finding]:
-    """Leave out what is a part of another finding on its line, and mended with it.
+    """Leave out what is a part of another finding on its line, and settled with it.
 
     A call, or a statement that sets an item, leaves the step with all that it reads. An attribute may
     have a tensor in place of the number that is read of it.

@@ -20,7 +20,7 @@ from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import HostInput, HostWork, host_work_of
 from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
 from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES, HostOps
-from lightning_cudagraph.device.sentry.op_rewrites import HostMemory, MendingSentry
+from lightning_cudagraph.device.sentry.op_rewrites import HostMemory, RewritingSentry
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry
 
 META = torch.device("meta")
@@ -61,7 +61,7 @@ class Captured:
         self.host = HostOps(self.queue)
         self.work = [HostWork()]
         self.generators = Generators("meta", torch.Generator())
-        sentry = MendingSentry(self.generators, Memory(), host=self.host, device_type="meta")
+        sentry = RewritingSentry(self.generators, Memory(), host=self.host, device_type="meta")
         seen = generator_state(torch.default_generator)
         assert seen is not None
         before = seen[0]()

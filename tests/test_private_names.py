@@ -379,6 +379,14 @@ def test_every_one_is_declared() -> None:
     ] == []
 
 
+def test_none_is_declared_in_vain() -> None:
+    """Where one that no code asks for is gone, its features would be refused for nothing."""
+    sources = "\n".join(path.read_text() for path in FILES if path.parent.name != "names")
+    words = {*re.findall(r"\w+", sources)}
+    names = [each for name in TABLE for each in name.fields or [name.where.rpartition(".")[2]]]
+    assert [name for name in names if name not in words] == []
+
+
 def test_none_is_imported_but_in_compat() -> None:
     """Where one is gone, a module that imports it from there could not be imported."""
     for path in FILES:

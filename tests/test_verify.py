@@ -151,7 +151,7 @@ def test_a_single_check_is_on_another_batch_than_the_capture(tmp_path: Path, acc
     train(make(Net), tmp_path / "fine", callback, accelerator=accelerator)
     # Before the first replay and at the starts of epochs there are pauses.
     assert "5 replay(s) verified against eager steps" in str(callback.summary)
-    verifier = Verifier(EmulatorBackend(), replays=1, every_n_steps=4)
+    verifier = Verifier(EmulatorBackend(), Verification(replays=1, every_n_steps=4))
     graph = _Graph()
     assert [verifier.due(graph, replay_idx) for replay_idx in range(9)] == [
         replay_idx in (0, 1, 4, 8) for replay_idx in range(9)
@@ -388,7 +388,7 @@ _is_affordable = Verifier._is_affordable
 def test_what_is_checked_after_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Always after the first three, later and at growing distances within the budget."""
     monkeypatch.setattr(Verifier, "_is_affordable", _is_affordable)
-    verifier = Verifier(EmulatorBackend(), replays=2, every_n_steps=None, budget=0.5)
+    verifier = Verifier(EmulatorBackend(), Verification(budget=0.5))
     graph = _Graph()
     value = {"x": torch.zeros(1)}
 
@@ -410,7 +410,7 @@ def test_what_is_checked_after_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     check()
     verifier._spent_s, verifier._longest_s = 0.0, 0.0
     assert [n for n in (65, 255, 256) if verifier.due(graph, n)] == [256]
-    silent = Verifier(EmulatorBackend(), replays=0, every_n_steps=None, budget=0.5)
+    silent = Verifier(EmulatorBackend(), Verification(replays=0, budget=0.5))
     silent.pause()
     assert not silent.due(graph, 64)
 
@@ -439,7 +439,7 @@ class _Jittering:
 
 
 def _verifier(step: Any) -> Verifier:
-    return Verifier(EmulatorBackend(), replays=1, every_n_steps=None)
+    return Verifier(EmulatorBackend(), Verification(replays=1))
 
 
 def test_kernels_that_are_not_deterministic_are_told_from_faults() -> None:
@@ -805,7 +805,7 @@ class _TwoGenerators(EmulatorBackend):
 
 def test_random_state_is_the_backends_own_affair() -> None:
     step, backend = _Jittering(0.0), _TwoGenerators()
-    verifier = Verifier(backend, replays=2, every_n_steps=None)
+    verifier = Verifier(backend, Verification())
 
     def eagerly() -> dict[str, Tensor]:
         backend.states[1].add_(1)
@@ -850,7 +850,7 @@ def test_a_check_that_fails_halfway_leaves_no_trace() -> None:
 def test_memory_may_run_out_anywhere(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     step = _Jittering(0.0)
     verifier, graph = _verifier(step), _Graph()
-    verifier.replays = 5
+    verifier.asked = Verification(replays=5)
 
     def eagerly() -> dict[str, Tensor]:
         outputs = step.eagerly()

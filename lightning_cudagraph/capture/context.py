@@ -92,12 +92,5 @@ class RunContext:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.verifier = Verifier(
-            self.backend,
-            settings.verify.replays,
-            settings.verify.every_n_steps,
-            self.learning_rates,
-            self.agreement,
-            settings.verify.budget,
-        )
+        self.verifier = Verifier(self.backend, settings.verify, self.learning_rates, self.agreement)
         self.signatures = Signatures(settings.max_graphs, settings.warmup_steps, self.wording)

@@ -23,9 +23,9 @@ from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
-from lightning_cudagraph.device.kept_memory import undone
 from lightning_cudagraph.device.refusals.consumers import LOGS, consumers
 from lightning_cudagraph.device.refusals.first_refusal import Gathered, gathering
+from lightning_cudagraph.device.saved_memory import undone
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.tensors.host_values import in_words

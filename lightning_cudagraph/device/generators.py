@@ -169,5 +169,5 @@ class _Spotter(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self._note((kwargs or {}).get("generator"))
-        return func(*args, **(kwargs or {}))
+        self._note(kwargs.get("generator"))
+        return func(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch._inductor.utils import fresh_cache
 from lightning_cudagraph import CaptureError, CUDAGraphCallback
 from lightning_cudagraph.capture.stream_choice import AskedStreams
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
-from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, MendingSentry
+from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, RewritingSentry
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry
 from tests.harness import Net, Trace, assert_same, loader, make, train
 from tests.test_compiled import *  # noqa: F403
@@ -51,7 +51,7 @@ def _made() -> tuple[nn.Module, torch.optim.Optimizer]:
 def _as_in_captures(backend: CudaBackend) -> Iterator[None]:
     """The modes that a capture runs a step under."""
     memory = HostMemory()
-    with FunctionSentry("cuda"), Constants(memory), MendingSentry(backend.generators, memory):
+    with FunctionSentry("cuda"), Constants(memory), RewritingSentry(backend.generators, memory):
         yield
 
 

@@ -14,8 +14,8 @@ from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.checks.audit.calls.host_calls import other_code_refused
 from lightning_cudagraph.checks.audit.step_audit import rehearsals_audited
 from lightning_cudagraph.compat.attributes import OfThread, setting
-from lightning_cudagraph.device.kept_memory import UnknownWrites
 from lightning_cudagraph.device.refusals.first_refusal import Gathered, gathering
+from lightning_cudagraph.device.saved_memory import UnknownWrites
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError
 
 _is_rehearsing: OfThread[bool] = OfThread(False)

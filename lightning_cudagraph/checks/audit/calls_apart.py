@@ -23,7 +23,7 @@ from lightning_cudagraph.device.lines.user_lines import (
 )
 from lightning_cudagraph.errors import Finding, Location, see
 
-# Lines, and those with effects; a few are mended one by one.
+# Lines, and those with effects; a few are changed one by one.
 _FEWEST, _FEWEST_EFFECTS = 3, 2
 _MOST_NAMED = 5
 _NAME = re.compile(r"`[^`]*`")

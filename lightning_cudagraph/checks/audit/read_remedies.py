@@ -60,7 +60,7 @@ def remedy_of_read(where: Location | None) -> Remedy:
     return _CHOOSE if _branches(where) else _COMPUTE
 
 
-def remedy_of_number(name: str, where: Location | None, returned: str = "") -> Remedy:
+def remedy_of_number(name: str, where: Location | None, returned: str) -> Remedy:
     """The remedy for a read of a whole number that a step may compare, such as `batch_idx`.
 
     Args:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.calls.host_calls import HostCalls
 from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance, frozen_read
-from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, nearest_line
+from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, first_line, nearest_line
 from lightning_cudagraph.checks.audit.read_remedies import remedy_of_number
 from lightning_cudagraph.checks.guards.remedies import DRAW_THE_MASK, is_dropout
 from lightning_cudagraph.checks.walk.host_objects import UNSET, VALUES, attributes_of, is_users_class
@@ -123,7 +123,7 @@ class StepAudit:
                 self._refuse(error, change.subject, change.holder)
         for name, (tensor, _, address) in self._storages.items():
             if address_of(tensor) != address:
-                where = self.calls.line_of("data")
+                where = first_line("data", False, self.mentioned.users_code)
                 self._refuse(
                     CaptureError(
                         f"The training step gives `{name}` another storage (`.data = ...`), which a"

@@ -83,7 +83,7 @@ class Classes:
         own: the methods that the owners have of their own.
     """
 
-    def __init__(self, objects: Iterable[object], owners: Iterable[object] = ()) -> None:
+    def __init__(self, objects: Iterable[object], owners: Iterable[object]) -> None:
         self._owners = [*owners]
         self._objects = [*objects]
         self._types = [*map(type, self._objects)]

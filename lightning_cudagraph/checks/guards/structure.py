@@ -125,8 +125,8 @@ class Structure:
         self,
         models: list[nn.Module],
         others: list[Collection[Any]],
-        loose: Iterable[nn.Parameter] = (),
-        callees: Iterable[object] = (),
+        loose: Iterable[nn.Parameter],
+        callees: Iterable[object],
     ) -> None:
         modules = list({id(m): m for model in models for m in model.modules()}.values())
         own = [p for model in models for p in model.parameters()]

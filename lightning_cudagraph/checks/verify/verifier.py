@@ -34,6 +34,7 @@ from torch import Tensor
 from lightning_cudagraph.checks.verify.compare import names_that_differ, verification_error
 from lightning_cudagraph.checks.verify.memory import host_free_bytes
 from lightning_cudagraph.checks.verify.noise import ComparedReplays, unsteady_note
+from lightning_cudagraph.checks.verify.settings import Verification
 from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import compilations
@@ -110,18 +111,14 @@ class Verifier:
     """Selection of the replays to check, and the checks.
 
     Attributes:
-        replays: number of first replays of a graph that are checked. The first replay has the batch of
-            the capture, so a single check is that of the second one.
         rates: the present learning rates. The first replay with other rates than the capture's gets one
             more check, unless a check had other rates already.
     """
 
     backend: Backend
-    replays: int
-    every_n_steps: int | None
+    asked: Verification
     rates: Callable[[], tuple[Any, ...]] = tuple
     agreement: Agreement | None = None
-    budget: float = 0.01
     checked: int = field(init=False, default=0)
     notes: list[str] = field(init=False, default_factory=list)
 
@@ -129,7 +126,8 @@ class Verifier:
         self._histories: WeakKeyDictionary[object, _History] = WeakKeyDictionary()
         self._ran_out = False
         # A single check is that of the second replay: the first has the batch of the capture.
-        self._end_of_first_replays = self.replays + (self.replays == 1)
+        replays = self.asked.replays
+        self._end_of_first_replays = replays + (replays == 1)
         self._pauses = 0
         self._started_s = perf_counter()
         self._longest_s = self._spent_s = 0.0
@@ -149,13 +147,14 @@ class Verifier:
             return False
         history = self._history(graph)
         history.latest_replay = replay_idx
-        if is_unproved and self.replays > 1:
+        replays, every_n_steps = self.asked.replays, self.asked.every_n_steps
+        if is_unproved and replays > 1:
             return True
-        if self._end_of_first_replays - self.replays <= replay_idx < self._end_of_first_replays:
+        if self._end_of_first_replays - replays <= replay_idx < self._end_of_first_replays:
             return True
-        if self.every_n_steps is not None and replay_idx % self.every_n_steps == 0:
+        if every_n_steps is not None and replay_idx % every_n_steps == 0:
             return True
-        if not self.replays:
+        if not replays:
             return False
         if not history.had_other_rates and self._rates() != history.captured_rates:
             return True
@@ -172,7 +171,7 @@ class Verifier:
     def _is_affordable(self) -> bool:
         """True if one more check stays within the budget."""
         elapsed_s = perf_counter() - self._started_s
-        return self._spent_s + self._longest_s <= self.budget * elapsed_s
+        return self._spent_s + self._longest_s <= self.asked.budget * elapsed_s
 
     def check(
         self,
@@ -227,7 +226,7 @@ class Verifier:
             ran_out = str(error).splitlines()[0] if str(error) else "no details"
         finally:
             self._longest_s = perf_counter() - started_s
-            if history.checks > self.replays:
+            if history.checks > self.asked.replays:
                 self._spent_s += self._longest_s
         # After the handler: its error holds the memory. Checks end here, as each would cost the same.
         self._ran_out = True

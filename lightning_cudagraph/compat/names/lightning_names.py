@@ -80,7 +80,6 @@ _TRAINER = (
         accepts("self", "value", "name"),
     ),
     members(f"{_PYTORCH}.LightningModule", "_compiler_ctx", TRAINING),
-    members(f"{_PYTORCH}.LightningModule", "_hparams", TRAINING, EVALUATION),
     members(f"{_PYTORCH}.LightningModule", "_param_requires_grad_state _trainer", MANUAL),
     members(f"{_PYTORCH}.loggers.TensorBoardLogger", "_experiment", TRAINING, EVALUATION, MANUAL),
     PrivateName(f"{_PYTORCH}.core.optimizer._MockOptimizer", (TRAINING,)),

@@ -26,7 +26,7 @@ from lightning_cudagraph.device.host_work import HostInput, host_work_of
 from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
 from lightning_cudagraph.device.sentry.host_checks import HostChecks, LateChecks
 from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES, HostOps
-from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, MendingSentry
+from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, RewritingSentry
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry
 from lightning_cudagraph.device.streams.branches import Branches, SentBackError
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
@@ -128,7 +128,7 @@ class CudaBackend:
         memory = HostMemory()
         graph = CudaParts(self.generators, self._pool)
         branches = Branches([side.stream for side in sides], graph) if len(sides) > 1 else None
-        sentry = MendingSentry(self.generators, memory, branches, host)
+        sentry = RewritingSentry(self.generators, memory, branches, host)
         sentry.writes = Writes(storages_held() if is_compiled else None)
         sentry.host_checks = HostChecks(self.checks)
         self.flow = sentry.flow = RecordedFlow("cuda", self.position) if self.records_flow else None
@@ -199,7 +199,7 @@ class CudaBackend:
     def checked(self) -> Iterator[None]:
         memory = HostMemory()
         host = HostOps(None)
-        sentry = MendingSentry(self.generators, memory, host=host)
+        sentry = RewritingSentry(self.generators, memory, host=host)
         try:
             with (
                 host.draws.hidden(),
@@ -235,8 +235,8 @@ class CudaBackend:
             self._branches.begin()
 
     @contextmanager
-    def apart(self, beside: Graph | None = None) -> Iterator[None]:
-        pool = torch.cuda.graph_pool_handle() if beside is None else self._pool_of(beside)
+    def apart(self, pool_of: Graph | None = None) -> Iterator[None]:
+        pool = torch.cuda.graph_pool_handle() if pool_of is None else self._pool_of(pool_of)
         with setting(self, _pool=pool):
             yield
 

@@ -53,7 +53,6 @@ class _OneHotAsOnCuda(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is torch.nn.functional.one_hot:
             labels, classes = _of_one_hot(*args, **kwargs)
             if classes > 0:
@@ -134,7 +133,7 @@ class EmulatorBackend:
         return graph, result
 
     @contextmanager
-    def apart(self, beside: Graph | None = None) -> Iterator[None]:
+    def apart(self, pool_of: Graph | None = None) -> Iterator[None]:
         yield  # emulated graphs share no memory
 
     def stay(self, graph: Graph) -> bool:

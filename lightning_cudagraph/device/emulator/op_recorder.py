@@ -13,10 +13,10 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.names.torch_names import is_traceable_wrapper_subclass
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, Resize, plain_resize
 from lightning_cudagraph.device.generators import Generators
-from lightning_cudagraph.device.kept_memory import KeptMemory
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.device.refusals.forbidden_ops import STORAGE
+from lightning_cudagraph.device.saved_memory import SavedMemory
 from lightning_cudagraph.device.sentry.collectives import is_collective, only_wraps, returned_unrun
 from lightning_cudagraph.device.sentry.sentry import Sentry
 from lightning_cudagraph.device.taped_op import TapedOp, addressed
@@ -24,7 +24,7 @@ from lightning_cudagraph.errors import AskedFor
 from lightning_cudagraph.tensors.writes import tensors_in, written_by
 
 
-class Undo(KeptMemory):
+class Undo(SavedMemory):
     """The contents of memory before the capture, to restore them."""
 
     def __init__(self, generators: Generators) -> None:

@@ -341,8 +341,8 @@ class _Consumed:
 
     by: str
     node: ast.AST
-    uses: tuple[ast.AST, ...] = ()
-    is_mixed: bool = False
+    uses: tuple[ast.AST, ...]
+    is_mixed: bool
 
 
 def _consumer(node: ast.AST, parents: _Parents, of_number: bool) -> _Consumed:

@@ -90,7 +90,7 @@ class Constants(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = dict(kwargs)
         if func in _FROM_PYTHON and _is_python(args[:1]):
             device = kwargs.get("device")
             device = torch.get_default_device() if device is None else torch.device(device)
@@ -123,7 +123,7 @@ class Constants(OwnFunctionMode):
         return index
 
 
-class MendingSentry(Sentry):
+class RewritingSentry(Sentry):
     """A sentry that rewrites copies from the host where it can make them safe."""
 
     def __init__(
@@ -149,7 +149,7 @@ class MendingSentry(Sentry):
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         is_host = len(on_host) == len(tensors)
         if on_host:
-            args, kwargs = self._mend(func, args, kwargs)
+            args, kwargs = self._rewritten(func, args, kwargs)
             self._look_at(func, args, on_host, is_host)
         run = partial(super().__torch_dispatch__, func, types, args, kwargs)
         if is_host and torch.device(kwargs.get("device") or "cpu").type == "cpu":
@@ -166,7 +166,7 @@ class MendingSentry(Sentry):
             return func(*args, **kwargs)
         return self._branches.run(func, args, kwargs)
 
-    def _mend(
+    def _rewritten(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Rewrite the arguments of a copy to the device so that it reads memory of the graph."""

@@ -137,6 +137,8 @@ def _of_c(bound: Any) -> Any:
 class OwnFunctionMode(TorchFunctionMode):
     """A function mode that watches a step without changing its path through torch.
 
+    The `__torch_function__` of a subclass always gets a dictionary as `kwargs`.
+
     Where Dynamo gives up a frame (at a `with` block that it cannot trace, say), it compiles the
     functions that the frame calls. Of a mode's `__torch_function__` it makes code that calls another
     function of torch's (torch 2.13). So Dynamo skips these.

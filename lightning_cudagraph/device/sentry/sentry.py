@@ -102,7 +102,6 @@ class FunctionSentry(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if (read := refusal_of_function(func, args, kwargs, self._device_type)) is not None:
             where = user_location()
             what, remedy = of_host_read(where, read) if func is Tensor.__array__ else read

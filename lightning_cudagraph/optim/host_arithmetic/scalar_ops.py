@@ -326,7 +326,6 @@ class TensorScalarMode(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         is_fused = getattr(func, "__name__", "").startswith("_fused_")
         names = ("lr",) if is_fused else ("alpha", "value")
         given = any(isinstance(kwargs.get(name), Tensor) for name in names)

@@ -103,7 +103,6 @@ class TracedStep(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if not self.is_under_way:
             return func(*args, **kwargs)
         leaves = list(tree_iter((args, kwargs)))

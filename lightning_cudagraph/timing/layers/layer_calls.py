@@ -6,7 +6,7 @@ Each thread numbers its nodes in the order of their creation, so the nodes of a 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import get_ident
 
 import torch
@@ -28,8 +28,8 @@ class LayerCall:
 
     layers: Layers
     begins: int
-    ends: int | None
     around: LayerCall | None
+    ends: int | None = field(default=None, init=False)
 
     def end(self) -> bool:
         """End the call; return True if it has made nodes."""
@@ -47,7 +47,7 @@ class LayerCalls:
 
     def begin(self, layers: Layers) -> LayerCall:
         """Begin a call of a layer; `layers` are the layer and the layers around it."""
-        call = LayerCall(layers, _next_number(), None, self.stack[-1] if self.stack else None)
+        call = LayerCall(layers, _next_number(), self.stack[-1] if self.stack else None)
         self.stack.append(call)
         begins, calls = self._made.setdefault(get_ident(), ([], []))
         begins.append(call.begins)

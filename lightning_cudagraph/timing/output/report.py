@@ -132,7 +132,7 @@ def time_lines(
     return [*lines, *_gap_line(graph, event_host_us), *_ranks_lines(ranks)]
 
 
-def layer_lines(graph: WindowSummary, eager: WindowSummary = NO_TIMES) -> list[str]:
+def layer_lines(graph: WindowSummary, eager: WindowSummary) -> list[str]:
     """Format a table of the slowest layers, in replays and in eager steps of the warm-up."""
     return _layer_lines(graph, eager) or _layer_lines(eager, NO_TIMES, "in warm-up, watched: ")
 
@@ -152,7 +152,7 @@ def _ranks_lines(ranks: Sequence[str]) -> list[str]:
     return [f"  {'' if index else 'ranks':<10}{line}" for index, line in enumerate(ranks)]
 
 
-def _gap_line(summary: WindowSummary, event_host_us: float = 0.0) -> list[str]:
+def _gap_line(summary: WindowSummary, event_host_us: float) -> list[str]:
     """The time between two steps, and its likely cause, as a sentence."""
     gap, period = summary.get(GAP_TAG), summary.period
     if gap is None or period is None or period.p50_ms <= 0:

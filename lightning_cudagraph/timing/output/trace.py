@@ -99,9 +99,7 @@ def _origins(readings: Sequence[Reading]) -> list[int]:
     return origins
 
 
-def write_trace(
-    path: str | Path, readings: Sequence[Reading], title: str = "CUDA graph", rank: int = 0
-) -> None:
+def write_trace(path: str | Path, readings: Sequence[Reading], title: str, rank: int) -> None:
     """Write a trace file atomically: whole, or not at all if it cannot be written."""
     path = Path(path)
     text = json.dumps(trace_of(readings, title, rank), separators=(",", ":"))

@@ -144,8 +144,8 @@ class ModuleGraph:
     def _recorded(self, body: Callable[[], T]) -> tuple[T, bool]:
         """Capture a part of the call, which must leave its arguments and all gradients as they are."""
         with self._loan.watched(), own_gradients_refused(self._module, self._leaves):
-            beside = self._graphs[0] if self._graphs else None
-            graph, found, calls_user_code = self._record(body, beside)
+            first = self._graphs[0] if self._graphs else None
+            graph, found, calls_user_code = self._record(body, first)
         self._graphs.append(graph)
         self.written += self._backend.written(graph)
         return found, calls_user_code

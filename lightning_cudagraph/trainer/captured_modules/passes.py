@@ -66,7 +66,7 @@ class Pass:
         self,
         forward: Callable[[], Any],
         inputs: Sequence[tuple[str, Tensor]],
-        state: Iterable[Tensor] = (),
+        state: Iterable[Tensor],
     ) -> None:
         memory: set[object] = set()
 

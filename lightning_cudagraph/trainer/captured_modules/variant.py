@@ -75,10 +75,7 @@ class ModulesRun:
     retired: list[ModuleGraph] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        verify = self.settings.verify
-        self.verifier = Verifier(
-            self.backend, verify.replays, verify.every_n_steps, budget=verify.budget
-        )
+        self.verifier = Verifier(self.backend, self.settings.verify)
         rules = host_rules(self.trainer, self.settings.harmless, _none)
         self._rules = replace(rules, refused={**rules.refused, **_LOGGING})
         self._carried = ReboundAttributes(nn.Module(), self.backend.device, frozenset(), _none)
@@ -230,12 +227,12 @@ class Variant:
         run.counts.captures += 1
         return graph
 
-    def record(self, body: Callable[[], T], beside: Graph | None) -> tuple[Graph, T, bool]:
+    def record(self, body: Callable[[], T], first: Graph | None) -> tuple[Graph, T, bool]:
         """Capture a part of a call, and refuse what a replay would not repeat.
 
         Args:
             body: the part.
-            beside: the graph of the part before it.
+            first: the graph of the first part, whose memory pool is that of all.
 
         Returns:
             The graph, what `body` returns, and True if it has called user code.
@@ -251,7 +248,7 @@ class Variant:
         with ExitStack() as stack:
             stack.enter_context(setting(run.on, value=False))
             stack.enter_context(guards.effects.refused(guards.all_mentioned))
-            stack.enter_context(run.backend.apart(beside))
+            stack.enter_context(run.backend.apart(first))
             stack.enter_context(setting(run.backend, streams=1))
             graph, found = run.backend.capture(audited)
         run.counts.capture_ms += (perf_counter() - started_s) * 1e3

@@ -28,8 +28,8 @@ from lightning_cudagraph.timing.output.stages import AFTER_PAUSES
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.estimate import Estimate, StepMeter
-from lightning_cudagraph.trainer.command.kept_state import KeptState
 from lightning_cudagraph.trainer.command.module_copy import copy_of
+from lightning_cudagraph.trainer.command.saved_state import SavedState
 from lightning_cudagraph.trainer.command.stand_ins import use_stand_ins
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
@@ -75,21 +75,21 @@ def _examine(
         batches = DataLoader([batches] * _STEPS, batch_size=None, collate_fn=deepcopy)  # type: ignore[arg-type]
     found: tuple[Finding, ...] = ()
     ended = ""
-    with _quiet(), isolate_rng(), _Kept(batches) as kept:
-        meter = _measured(trainer, module, batches, kept, folder)
+    with _quiet(), isolate_rng(), _SavedStates(batches) as saved:
+        meter = _measured(trainer, module, batches, saved, folder)
         try:
-            _fit(trainer, kept, callback, module, batches, _STEPS)
+            _fit(trainer, saved, callback, module, batches, _STEPS)
         except UnsupportedError as error:
             found = error.findings
             ended = error.search_ended_by
     fit = callback.summary.fit
     estimate = meter.estimate(fit.replay_ms, fit.memory_bytes)
-    others = [*not_called, *kept.notes]
+    others = [*not_called, *saved.notes]
     return _report(module, found, ended, others, callback.summary, estimate)
 
 
 def _measured(
-    trainer: pl.Trainer, module: pl.LightningModule, batches: Any, kept: _Kept, folder: str
+    trainer: pl.Trainer, module: pl.LightningModule, batches: Any, saved: _SavedStates, folder: str
 ) -> StepMeter:
     """Measure steps of a plain run, by a copy of a trainer; nothing of manual optimization."""
     meter = StepMeter(trainer.strategy.root_device)
@@ -99,7 +99,7 @@ def _measured(
     try:
         plain = deepcopy(trainer)
     except (TypeError, NotImplementedError, pickle.PicklingError) as error:
-        kept.notes = (*kept.notes, f"no estimate: the trainer cannot be copied: {error}")
+        saved.notes = (*saved.notes, f"no estimate: the trainer cannot be copied: {error}")
         return meter
     finally:
         trainer.loggers = loggers
@@ -108,39 +108,39 @@ def _measured(
     use_stand_ins(plain, folder)  # a logger changes in a fit
     with isolate_rng():
         try:
-            _fit(plain, kept, meter, module, batches, meter.most_steps)
+            _fit(plain, saved, meter, module, batches, meter.most_steps)
         finally:
             meter.close()
-        kept.put_back()
+        saved.put_back()
     return meter
 
 
 def _fit(
     trainer: pl.Trainer,
-    kept: _Kept,
+    saved: _SavedStates,
     callback: Callback,
     module: pl.LightningModule,
     batches: Any,
     steps: int,
 ) -> None:
     """Let a trainer take a few steps with a copy of a module."""
-    trainer.callbacks = [kept, callback, *callbacks_of(trainer)]  # type: ignore[attr-defined]
+    trainer.callbacks = [saved, callback, *callbacks_of(trainer)]  # type: ignore[attr-defined]
     trainer.fit_loop.epoch_loop.max_steps = steps
     named = "datamodule" if isinstance(batches, pl.LightningDataModule) else "train_dataloaders"
     copied, shared = copy_of(module)
-    kept.keep(shared)
+    saved.keep(shared)
     trainer.fit(copied, **{named: batches})
 
 
-class _Kept(Callback):
+class _SavedStates(Callback):
     """Puts back the loaders of the enclosed runs, and what a copy of a module shares with it.
 
     The loaders are those that are given, and those of a trainer.
     """
 
     def __init__(self, given: Any) -> None:
-        self._given = [] if given is None else [KeptState(given, _name_of(given))]
-        self._made: list[KeptState] = []
+        self._given = [] if given is None else [SavedState(given, _name_of(given))]
+        self._made: list[SavedState] = []
         self.notes: tuple[str, ...] = ()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -151,14 +151,14 @@ class _Kept(Callback):
         @wraps(make)
         def noted(*args: Any, **kwargs: Any) -> Any:
             made = make(*args, **kwargs)
-            self._made.append(KeptState(made, _name_of(made)))
+            self._made.append(SavedState(made, _name_of(made)))
             return made
 
         source.train_dataloader = noted  # type: ignore[method-assign]
 
     def keep(self, shared: list[Any]) -> None:
         """Record values, to be put back."""
-        self._made += [KeptState(value, _name_of(value)) for value in shared]
+        self._made += [SavedState(value, _name_of(value)) for value in shared]
 
     def put_back(self) -> None:
         """Put all of it back; `notes` tells what could not be."""
@@ -168,7 +168,7 @@ class _Kept(Callback):
             dict.fromkeys((*self.notes, *(f"not put back after the check: {words}" for words in left)))
         )
 
-    def __enter__(self) -> _Kept:
+    def __enter__(self) -> _SavedStates:
         return self
 
     def __exit__(self, *error: object) -> None:

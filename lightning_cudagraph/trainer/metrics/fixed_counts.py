@@ -33,7 +33,6 @@ class FixedCounts(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         length = kwargs.get("minlength")
         if func is torch.bincount and len(args) == 1 and length and _is_of_metric(sys._getframe(1)):
             counts = torch.zeros(length, dtype=torch.long, device=args[0].device)

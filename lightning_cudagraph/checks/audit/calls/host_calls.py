@@ -54,7 +54,6 @@ from lightning_cudagraph.checks.audit.host_lines import (
     CHANGES,
     NUMPYS_OWN,
     RANDOM_OF_NUMPY,
-    first_line,
     inside_library,
     line_that_sets,
     lines_that_draw,
@@ -115,8 +114,8 @@ class HostCalls:
         self,
         rules: HostRules,
         state: Walk,
-        after_backward: Callable[[], bool] = lambda: False,
-        device_type: str = "",
+        after_backward: Callable[[], bool],
+        device_type: str,
     ) -> None:
         self._after_backward = after_backward
         self._rules = rules
@@ -171,10 +170,6 @@ class HostCalls:
             return ()
         found = lines_that_draw(change, self.mentioned.users_code)
         return tuple(sorted({at.line for at in found if at.path == where.path} - {where.line}))
-
-    def line_of(self, name: str) -> Location | None:
-        """The first line of user code that sets an attribute of this name."""
-        return first_line(name, False, self.mentioned.users_code)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         # Runs for every call in the step. So calls by framework code leave early, and the origin of a

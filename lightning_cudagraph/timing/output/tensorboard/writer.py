@@ -129,7 +129,7 @@ def other_loggers_writer(
     loggers: Sequence[Logger],
     window_steps: int,
     step_now: Callable[[], int],
-    without_curve: frozenset[str] = frozenset(),
+    without_curve: frozenset[str],
 ) -> MediansWriter:
     """Writer of medians to the loggers that are not for TensorBoard.
 

@@ -72,7 +72,7 @@ class _AutogradOfLoss(OwnFunctionMode):
     ) -> Any:
         if func in _OF_AUTOGRAD and any(leaf is self._loss for leaf in tree_iter((args, kwargs))):
             self._found()
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class InnerHooks:

@@ -259,7 +259,7 @@ class RunTimes:
         self._tensorboard.add_text("cudagraph/report", str(summary), step_number(self._trainer))
         return summary
 
-    def finish_eager(self, untimed: Mapping[str, str], ended: str = "") -> EagerSummary:
+    def finish_eager(self, untimed: Mapping[str, str], ended: str) -> EagerSummary:
         """Read the remaining events, and show the summary of a run without graphs as the report.
 
         `untimed` are parts without times, in words, with the reason. If an exception has ended the run,

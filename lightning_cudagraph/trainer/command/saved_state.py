@@ -15,15 +15,15 @@ from lightning_cudagraph.checks.walk.walker import Walk
 _STOPS = (pl.Trainer, pl.LightningModule, np.memmap)
 
 
-class KeptState:
+class SavedState:
     """A record of an object, such as a dataloader, several or a datamodule, and of all that it reaches.
 
     Python objects, NumPy arrays and the states of generators are put back. Iterators and files cannot
     be, and the memory of tensors is not copied; what has changed of these is named.
     """
 
-    def __init__(self, kept: object, name: str) -> None:
-        root = Root(kept, "", name, is_entered=True)
+    def __init__(self, saved: object, name: str) -> None:
+        root = Root(saved, "", name, is_entered=True)
         self._walk = Walk([root], Scope(_STOPS, modules=_entered, enters=(DataLoader,)))
         self._name = name
         reached = self._walk.reached

@@ -22,7 +22,7 @@ class _Device(Protocol):
     def set_rng_state(self, state: Tensor) -> None: ...
 
 
-class KeptMemory:
+class SavedMemory:
     """Copies of storages that are older than a run."""
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class KeptMemory:
                 whole.copy_(saved)
 
 
-class _Keeping(OwnDispatchMode):
+class _Saving(OwnDispatchMode):
     """Copies what each op reads or writes, before it runs."""
 
-    def __init__(self, memory: KeptMemory) -> None:
+    def __init__(self, memory: SavedMemory) -> None:
         super().__init__()
         self._memory = memory
 
@@ -90,7 +90,7 @@ class UnknownWrites(OwnDispatchMode):
     def __init__(self, device_type: str, known: Iterable[Tensor]) -> None:
         super().__init__()
         self._device_type = device_type
-        self._memory = KeptMemory()
+        self._memory = SavedMemory()
         self._memory.made_inside.update(map(storage_id, known))
         self.first = ""
 
@@ -126,11 +126,11 @@ def _with_memory(*values: Any) -> list[Tensor]:
 @contextmanager
 def undone(device: _Device, known: Iterable[Tensor]) -> Iterator[None]:
     """Run the `with` block for real, and put memory back, `known` tensors too, and random state."""
-    memory = KeptMemory()
+    memory = SavedMemory()
     memory.before(known)
     rng_state = device.rng_state()
     try:
-        with _Keeping(memory):
+        with _Saving(memory):
             yield
     finally:
         memory.put_back()
