@@ -22,7 +22,7 @@ from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.step_audit import is_audited, step_audit
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
-from lightning_cudagraph.errors import CaptureError, CUDAGraphError
+from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.graphed_step.framework import PlainLoop
 from lightning_cudagraph.graphed_step.gradients import GradientHabits, NoGradients
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
@@ -36,10 +36,6 @@ _PASS_IT = (
     "If the step does work on one, pass it: `GraphedStep(step, modules=model)`; or call the collective"
     " outside of the step."
 )
-
-
-class MixedWarmUpError(CUDAGraphError):
-    """Raised by a capture of a step that is on another path than those of its warm-up."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +199,6 @@ class StepRecorder:
                 stack.enter_context(CollectiveRules(alone, _PASS_IT))
             stack.enter_context(self.carried.inside(lambda: ""))
             returned = arguments.call(self._function, batch)
-        if capturing and habits.are_mixed():
-            raise MixedWarmUpError
         left = self._replicas.left()
         host_notes.append(lambda: self._replicas.leave(left))
         refuse_odd_outputs(returned, "the output of the step")

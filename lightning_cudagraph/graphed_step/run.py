@@ -35,12 +35,11 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.device.lines.user_lines import user_location
-from lightning_cudagraph.errors import UnsupportedError, Wording, wrong_argument
+from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError, Wording, wrong_argument
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
-from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
+from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of, is_in_group
 from lightning_cudagraph.graphed_step.record import (
     Arguments,
-    MixedWarmUpError,
     StepFunction,
     StepRecorder,
     StepResult,
@@ -60,11 +59,16 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 # Global switches of torch are compared once in this number of calls.
 _SUSPECT_EVERY_N_CALLS = 64
 _MAX_NAMED = 3  # in notes
+_MAX_WARM_UPS = 8  # after which a warm-up on several paths is not repeated
 # The mode of a call, by the names that the user knows.
 _Mode = Mapping[str, Hashable]
 # The graphs of a call, with the tensors and host values of its arguments.
 _Found = tuple[GraphsOfSignature[StepResult], tuple[list[Tensor], list[Any]]]
 _log = logging.getLogger(__name__)
+
+
+class _MixedWarmUpError(CUDAGraphError):
+    """Raised by a capture of a step that is on another path than its warm-up was."""
 
 
 @dataclass
@@ -137,7 +141,12 @@ class _Call(Step[StepResult]):
 
     def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
         kind, capturing = self.kind, cut is not None
-        return self.recorder.record(batch, self.arguments, kind.habits, kind.guards, capturing)
+        result = self.recorder.record(batch, self.arguments, kind.habits, kind.guards, capturing)
+        # Others of a group would wait for the outcome of this capture.
+        is_bounded = kind.engine.invalidation.warm_ups < _MAX_WARM_UPS and not is_in_group()
+        if capturing and is_bounded and kind.habits.are_mixed():
+            raise _MixedWarmUpError
+        return result
 
     def state(self) -> dict[str, Tensor]:
         return self.recorder.state(self.kind.habits)
@@ -295,7 +304,7 @@ class StepRun:
         try:
             try:
                 return kind.engine.step(step, graphs)
-            except MixedWarmUpError:
+            except _MixedWarmUpError:
                 kind.begin_again()
                 step.signature = None
                 return kind.engine.step(step)
