@@ -595,6 +595,17 @@ def foo_in_one(device: str, graphed: Graphed) -> Any:
     return [foo(x) for x in _inputs(device)]
 
 
+def foo_with_where(device: str, graphed: Graphed) -> Any:
+    """One graph, by the remedy of the error: both paths, and a choice on the device."""
+
+    def foo(x: Tensor) -> Tensor:
+        y = _cube(x)
+        return _noisy(torch.where(y.sum() > 0, _power(y), _power_of_absolute(y)))
+
+    foo = graphed(foo)
+    return [foo(x) for x in _inputs(device)]
+
+
 def foo_in_parts(device: str, graphed: Graphed) -> Any:
     """Four graphs; the outputs of all calls are kept."""
     one, two, three, four = map(graphed, (_cube, _power, _power_of_absolute, _noisy))
@@ -667,6 +678,7 @@ WORKS: list[tuple[Loop, list[int]]] = [
     (padded_to_one_length, [27]),
     (padded_to_buckets, [21]),
     (static_parts_of_a_mixture, [13, 13, 13]),
+    (foo_with_where, [21]),
     (foo_in_parts, [21, 9, 9, 21]),
     (foo_with_two_paths, [21, 18]),
     (outputs_of_two_calls, [9]),

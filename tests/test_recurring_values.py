@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep, HookError
 from lightning_cudagraph.checks.guards.recurring import RecurringValues
-from tests.harness import Net, Trace, assert_same, loader, make, train
-from tests.loops import device_of
+from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+from tests.loops import Loop, device_of, run
 
 BATCHES = 24
 
@@ -337,13 +337,207 @@ def test_the_report_names_the_value(tmp_path: Path, accelerator: str) -> None:
     assert "expected 'second', found 'first'" in reason or "expected 'first'" in reason
 
 
-def test_a_phase_of_a_graphed_step(accelerator: str) -> None:
-    """Without the callback, each change makes the graph stale, until captures are given up."""
-    holder = Loss(1.0)
+class ByHand(InPhases):
+    """Steps by hand; the phase says which parameters have gradients."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        outputs = super().training_step(batch, batch_idx)
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return outputs
+
+
+class InTurns(InPhases):
+    """Trains one of two layers with an optimizer of its own, as the phase says."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizers: Any = self.optimizers()
+        is_first = self.phase == self.phases[0]
+        optimizer = optimizers[0 if is_first else 1]
+        self.toggle_optimizer(optimizer)
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x) + self.extra(x), y)
+        self.log("loss of one" if is_first else "loss of another", loss)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        halves = [*self.features.parameters(), *self.head.parameters()], self.extra.parameters()
+        return [torch.optim.Adam(parameters, lr=1e-2) for parameters in halves]
+
+
+class ByHandAndMore(ByHand, ChangesMore):
+    pass
+
+
+class ByHandNewConfig(ByHand, NewConfig):
+    pass
+
+
+class ByHandNoValue(ByHand, NoValueAtTimes):
+    pass
+
+
+class ByHandTwoAtOnce(ByHand, TwoAtOnce):
+    pass
+
+
+class ByHandOnPaths(ByHand):
+    """Reads the number of the batch too, so that each value has two paths."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return super().training_step((x * 2 if batch_idx % 2 else x, y), batch_idx)
+
+
+BY_HAND = (
+    (ByHand, STRINGS, each_step),
+    (InTurns, STRINGS, each_fourth),
+    (InTurns, STRINGS, each_step),
+    (ByHand, ("first", "second", "third"), irregularly),
+    (ByHand, (0.5, 1, None), each_step),
+    (ByHandTwoAtOnce, (Mode.PLAIN, Mode.PENALTY), each_step),
+    (ByHandOnPaths, STRINGS, each_fourth),
+    (ByHandAndMore, STRINGS, each_step),
+    (ByHandNewConfig, STRINGS, each_step),
+    (ByHandNoValue, STRINGS, each_step),
+)
+
+
+by_hand = pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+
+
+@by_hand
+@pytest.mark.parametrize(
+    ("net", "phases", "phase_of"),
+    [BY_HAND[0], *(pytest.param(*row, marks=long) for row in BY_HAND[1:])],
+    ids=lambda case: getattr(case, "__name__", ""),
+)
+def test_manual_optimization(
+    tmp_path: Path, accelerator: str, net: Any, phases: Any, phase_of: Any
+) -> None:
+    counts = both(tmp_path, accelerator, lambda: net(phases, phase_of)).counts
+    assert len(counts.recaptures) < 4
+    assert counts.replayed > 2.8 * BATCHES
+
+
+@long
+@by_hand
+def test_manual_optimization_without_values_that_recur(tmp_path: Path, accelerator: str) -> None:
+    with never_recurring():
+        run = both(tmp_path, accelerator, lambda: ByHand(STRINGS, each_step))
+    assert run.counts.replayed < BATCHES
+
+
+KIND = "first"
+
+
+class PlainPhases(Loop):
+    """A loop of its own, with a step that branches on what the loop changes."""
+
+    steps = 48
+    period = 1
+
+    def build(self) -> None:
+        super().build()
+        self.extra = nn.Linear(6, 4).to(self.device)
+        self.optimizer = torch.optim.AdamW([*self.net.parameters(), *self.extra.parameters()])
+        self.options: dict[str, Any] = {}
+        self.set_kind("first")
+
+    def set_kind(self, kind: str) -> None:
+        self.options["kind"] = kind
+
+    def get_kind(self) -> str:
+        return self.options["kind"]
+
+    def modules(self) -> Any:
+        return [self.net, self.extra]
+
+    def around(self, index: int) -> None:
+        self.set_kind("first" if (index + 1) // self.period % 2 == 0 else "second")
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        self.optimizer.zero_grad()
+        is_first = self.get_kind() == "first"
+        loss = nn.functional.cross_entropy(self.net(x) if is_first else self.extra(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+class OfTheLoop(PlainPhases):
+    def set_kind(self, kind: str) -> None:
+        self.kind = kind
+
+    def get_kind(self) -> str:
+        return self.kind
+
+
+class AGlobal(PlainPhases):
+    period = 4
+
+    def set_kind(self, kind: str) -> None:
+        global KIND
+        KIND = kind
+
+    def get_kind(self) -> str:
+        return KIND
+
+
+class TwoShapes(PlainPhases):
+    """The kind changes less often than the shape: graphs of another kind are not kept for a value."""
+
+    sizes = (8, 5)
+    period = 7
+    steps = 96
+
+
+class AnArgument(PlainPhases):
+    """An argument that is no tensor counts as well."""
+
+    def call(self, step: Any, index: int, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return step(x, y, 0.5 if index % 4 < 2 else "no")
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, scale: Any = None) -> Any:  # type: ignore[override]
+        return super().step(x if scale == "no" else x * scale, y)
+
+
+@long
+@pytest.mark.parametrize("build", [PlainPhases, OfTheLoop, AGlobal, TwoShapes, AnArgument])
+def test_graphed_steps(accelerator: str, build: Any) -> None:
+    def make() -> Any:
+        return build(device_of(accelerator))
+
+    plain, _ = run(make(), graphed=False)
+    graphed, step = run(make(), graphed=True)
+    assert not differences(plain, graphed)
+    calls = step.summary.calls
+    assert len(calls.recaptures) < 4
+    assert calls.replayed > build.steps // 2
+    with never_recurring():
+        _, without = run(make(), graphed=True)
+    assert without.summary.calls.replayed < calls.replayed / 2
+
+
+def test_a_number_that_a_closure_reads(accelerator: str) -> None:
+    phase = 1.0
     x = torch.ones(3, device=device_of(accelerator))
-    step = GraphedStep(lambda x: x * 2 if holder.phase == 1.0 else x * 3)
-    for index in range(40):
-        holder.phase = (1.0, 2.0)[index // 4 % 2]
-        assert torch.equal(step(x), x * (2, 3)[index // 4 % 2])
-    assert len(step.summary.calls.recaptures) > 2
-    step.close()
+    with GraphedStep(lambda x: x * 2 if phase == 1.0 else x * 3) as step:
+        for index in range(40):
+            phase = (1.0, 2.0)[index // 4 % 2]
+            assert torch.equal(step(x), x * (2, 3)[index // 4 % 2])
+    calls = step.summary.calls
+    assert (len(calls.recaptures), calls.captures) == (1, 3)
+    (reason,) = calls.eager
+    assert reason.startswith("another path: `phase`, which the step reads at ")
+    assert reason.endswith("expected 2.0, found 1.0")

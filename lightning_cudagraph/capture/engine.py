@@ -74,6 +74,7 @@ class StepEngine(Generic[T]):
         streams = StreamChoice(run.backend, run.settings.streams, together)
         engine = self._context = EngineContext(run, guards, graphs, warm_ups, is_settled, streams)
         self.graphs, self._warm_ups, self._copies = graphs, warm_ups, engine.copies
+        guards.recurring.attributes = graphs.reads.attributes
         self._streams, self._compiled = streams, engine.compiled
         self.invalidation = invalidation = Invalidation(engine)
         self.admission = invalidation.admission

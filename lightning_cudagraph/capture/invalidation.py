@@ -25,6 +25,7 @@ class Invalidation(Generic[T]):
     Attributes:
         given_up: the reason why all later steps are eager; None if graphs are still possible.
         dropped: the reason of the last invalidation; empty if it came from other processes.
+        warm_ups: the number of times that warm-up has begun again.
     """
 
     def __init__(self, engine: EngineContext[T]) -> None:
@@ -37,6 +38,7 @@ class Invalidation(Generic[T]):
         self._is_after_pause = False  # the step at hand
         self.given_up: str | None = None
         self.dropped = ""
+        self.warm_ups = 0
 
     def look_for_changes(self) -> None:
         """Compare the guards before a step, and invalidate graphs that no longer match it."""
@@ -52,8 +54,7 @@ class Invalidation(Generic[T]):
         """The first change that makes graphs stale; attributes with values that recur make none."""
         guards, reads = self._guards, self._graphs.reads
         while change := guards.changed():
-            can_tell = self._run.agreement is None and not self._graphs.have_one_signature
-            attribute = guards.set_apart() if can_tell else None
+            attribute = guards.set_apart() if self._run.agreement is None else None
             if attribute is None:
                 return change
             reads.add(attribute, getattr(change, "location", None))
@@ -153,6 +154,7 @@ class Invalidation(Generic[T]):
         self._graphs.release()
         self._guards.drop()
         self._warm_ups.forget()
+        self.warm_ups += 1
 
     def unsupported(self, error: UnsupportedError, signature: Signature | None = None) -> str:
         """React to a step that cannot be captured.

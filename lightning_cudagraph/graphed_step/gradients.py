@@ -33,9 +33,11 @@ class GradientHabits:
         self._device_type = device_type
         # By identity, because tensors compare by value.
         self._drops: set[int] = set()
+        self._leaves: set[int] = set()  # without a gradient after the step, in some of them
         self._adds: set[int] = set()
         self._reads: set[int] = set()
         self._makes: set[int] = set()  # without a gradient before the step: drops or adds is unknown
+        self._had: set[int] = set()  # with a gradient before a step
         self._works_on: set[int] = set()
         self._seen: list[nn.Parameter] = []
         self._strangers: list[Tensor] = []
@@ -79,17 +81,19 @@ class GradientHabits:
             if now is not None:
                 self._makes.add(key)
             return
+        self._had.add(key)
         if storage_id(was) in read:
             self._reads.add(key)
         if now is not was:
             self._drops.add(key)
+            self._leaves |= {key} if now is None else set()
         elif was._version != version:
             self._adds.add(key)
 
     def is_settled(self) -> bool:
         """True if the effects on all gradients that exist now are known."""
-        unknown = self._unknown
-        return not any(id(p) in unknown and p.grad is not None for p in self._known().values())
+        known = self._had - self._unknown
+        return all(p.grad is None or id(p) in known for p in self._known().values())
 
     @property
     def _unknown(self) -> set[int]:
@@ -116,6 +120,11 @@ class GradientHabits:
     def finds_gradients(self) -> bool:
         """True if there is a gradient now that the step uses without dropping it first."""
         return any(parameter.grad is not None for parameter in self._seen)
+
+    def are_mixed(self) -> bool:
+        """True after a captured step that makes no gradient where each warm-up step has made one."""
+        made = self._pure_drops - self._leaves
+        return any(id(p) in made and p.grad is None for p in self._known().values())
 
     def check(self) -> None:
         """Raise `UnsupportedError` if the step makes gradients of unknown parameters."""

@@ -34,9 +34,10 @@ from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
-from lightning_cudagraph.errors import UnsupportedError, Wording, wrong_argument
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError, Wording, wrong_argument
 from lightning_cudagraph.graphed_step.gradients import GradientHabits
-from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
+from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of, is_in_group
 from lightning_cudagraph.graphed_step.record import (
     Arguments,
     StepFunction,
@@ -58,6 +59,7 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 # Global switches of torch are compared once in this number of calls.
 _SUSPECT_EVERY_N_CALLS = 64
 _MAX_NAMED = 3  # in notes
+_MAX_WARM_UPS = 8  # after which a warm-up on several paths is not repeated
 # The mode of a call, by the names that the user knows.
 _Mode = Mapping[str, Hashable]
 # The graphs of a call, with the tensors and host values of its arguments.
@@ -65,9 +67,13 @@ _Found = tuple[GraphsOfSignature[StepResult], tuple[list[Tensor], list[Any]]]
 _log = logging.getLogger(__name__)
 
 
+class _MixedWarmUpError(CUDAGraphError):
+    """Raised by a capture of a step that is on another path than its warm-up was."""
+
+
 @dataclass
 class _Specialization:
-    """The engine for calls with one signature of arguments in one mode."""
+    """The engine for calls with one signature of arguments in one mode; habits are of a warm-up."""
 
     signature: Signature
     mode: _Mode
@@ -76,6 +82,7 @@ class _Specialization:
     habits: GradientHabits
     digest: int
     calls: int = 0
+    warm_ups: int = 0
 
     def graphs_of(self, arguments: Arguments, mode: _Mode, device_type: str) -> _Found | None:
         """Return the graphs of a call that a quick comparison shows to have this specialization."""
@@ -90,6 +97,18 @@ class _Specialization:
         """True if a capture has succeeded, or has failed for good."""
         engine = self.engine
         return bool(engine.graphs) or engine.given_up or engine.admission.is_refused(self.signature)
+
+    def begin_again(self) -> None:
+        """Warm up again, and compare from now on what the step reads: it leads to different paths."""
+        mentioned = [*self.guards.mentioned]
+        self.engine.invalidation.forget()
+        self.guards.mentioned += mentioned
+        self.guards.take(self.engine)
+
+    def is_of_one_kind(self, attributes: Collection[tuple[int, Any]]) -> bool:
+        """True if its graphs are of the values that new attributes of the signature had before."""
+        is_of_values = bool(self.engine.graphs) and self.guards.are_taken_before(attributes)
+        return is_of_values if attributes else self.is_decided
 
     @contextmanager
     def learning(self, own_memory: Collection[int]) -> Iterator[None]:
@@ -122,7 +141,12 @@ class _Call(Step[StepResult]):
 
     def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
         kind, capturing = self.kind, cut is not None
-        return self.recorder.record(batch, self.arguments, kind.habits, kind.guards, capturing)
+        result = self.recorder.record(batch, self.arguments, kind.habits, kind.guards, capturing)
+        # Others of a group would wait for the outcome of this capture.
+        is_bounded = kind.engine.invalidation.warm_ups < _MAX_WARM_UPS and not is_in_group()
+        if capturing and is_bounded and kind.habits.are_mixed():
+            raise _MixedWarmUpError
+        return result
 
     def state(self) -> dict[str, Tensor]:
         return self.recorder.state(self.kind.habits)
@@ -131,7 +155,10 @@ class _Call(Step[StepResult]):
         return self.recorder.undone()
 
     def learning(self) -> AbstractContextManager[None]:
-        return self.kind.learning(self.recorder.own_memory(self.arguments))
+        kind, warm_ups = self.kind, self.kind.engine.invalidation.warm_ups
+        if kind.warm_ups != warm_ups:  # what made graphs stale may change the habits too
+            kind.habits, kind.warm_ups = self.recorder.habits(), warm_ups
+        return kind.learning(self.recorder.own_memory(self.arguments))
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         return self.kind.habits.parameters()
@@ -161,7 +188,7 @@ class StepRun:
         self._settings = settings
         self._processes = processes
         self._wording = wording
-        self._reads = of.framework.host_reads
+        self._reads = of.framework.host_reads or HostReads(user_location, are_all=True)
         self._notes: list[str] = []  # of kinds that were dropped
         self._specializations: dict[Signature, _Specialization] = {}
         self._last: _Specialization | None = None
@@ -249,8 +276,6 @@ class StepRun:
             AccumulationPhase(True, kind.habits.finds_gradients()),
             specialization=kind.mode,
             numbers=arguments.numbers,
-            # Else the engine finds it: what steps read of numbers is part of it.
-            signature=kind.signature if self._reads is None else None,
             leaves=None if found is None else found[1],
             optimizers=self._optimizers,
             recorder=self._recorder,
@@ -259,10 +284,7 @@ class StepRun:
             owns_gradients=self._owns_gradients,
         )
         graphs = None if found is None else found[0]
-        if self._reads is None:
-            phase, result = kind.engine.step(step, graphs)
-        else:
-            phase, result = self._step_that_reads(self._reads, kind, step, graphs)
+        phase, result = self._step(kind, step, graphs)
         if phase is Phase.WARMING:
             self._recorder.warmed_up(arguments, kind.habits)
         if result is None:
@@ -273,31 +295,39 @@ class StepRun:
             note()
         return copied(result.returned)
 
-    def _step_that_reads(
-        self,
-        reads: HostReads,
-        kind: _Specialization,
-        step: _Call,
-        graphs: GraphsOfSignature[StepResult] | None,
+    def _step(
+        self, kind: _Specialization, step: _Call, graphs: GraphsOfSignature[StepResult] | None
     ) -> tuple[Phase, StepResult | None]:
-        """Run a step; what a capture reads of host values tells which specializations there are."""
-        version, captures = reads.version, self.counts.captures
-        outcome = kind.engine.step(step, graphs)
-        if (signature := step.signature) is None:
-            return outcome
-        kinds = [*self._specializations.values()]
-        if self.counts.captures != captures or kind.engine.admission.is_refused(signature):
-            kind.signature = signature  # that of the capture: others will differ by what steps read
-        if reads.version != version:
-            # Steps of several kinds have warmed up what has no graph.
-            mixed = [each for each in kinds if not each.is_decided]
-            for other in mixed:
-                self._notes += other.engine.notes
-                other.engine.close()
-            kinds = [each for each in kinds if each not in mixed]
-            self._last = kind if kind in kinds else None
-        self._specializations = {other.signature: other for other in kinds}
-        return outcome
+        """Run a step; what captures read of host values tells which specializations there are."""
+        reads, captures = self._reads, self.counts.captures
+        version, attributes = reads.version, [*reads.attributes]
+        try:
+            try:
+                return kind.engine.step(step, graphs)
+            except _MixedWarmUpError:
+                kind.begin_again()
+                step.signature = None
+                return kind.engine.step(step)
+        finally:
+            signature = step.signature  # None after a replay at once
+            if signature is not None and (
+                self.counts.captures != captures or kind.engine.admission.is_refused(signature)
+            ):
+                kind.signature = signature  # that of the capture: others will differ by what steps read
+            if reads.version != version:
+                self._close_mixed(reads.attributes.keys() - attributes)
+            if signature is not None:
+                kinds = self._specializations.values()
+                self._specializations = {each.signature: each for each in kinds}
+
+    def _close_mixed(self, attributes: Collection[tuple[int, Any]]) -> None:
+        """Close kinds with steps of several values of what counts since this step."""
+        for key, kind in [*self._specializations.items()]:
+            if not kind.is_of_one_kind(attributes):
+                self._notes += kind.engine.notes
+                kind.engine.close()
+                del self._specializations[key]
+                self._last = None if kind is self._last else self._last
 
     def suspect(self) -> None:
         """Compare everything before the next replay."""
@@ -356,7 +386,6 @@ class StepRun:
 
     def _specialized(self, signature: Signature, mode: _Mode, batch: dict[str, Any]) -> _Specialization:
         optimizers = self._optimizers
-        habits = self._recorder.habits()
         framework = self._framework
         name = getattr(self._function, "__name__", "")
         guards = Guards(
@@ -384,12 +413,13 @@ class StepRun:
         engine: StepEngine[StepResult] = StepEngine(
             self._context,
             guards,
-            lambda: habits.is_settled() and optimizers.is_settled(),
+            lambda: made.habits.is_settled() and optimizers.is_settled(),
             self._reads,
             have_one_signature=True,
         )
         digest = digest_of(f"{_shapes(batch)} {mode}")
-        return _Specialization(signature, mode, engine, guards, habits, digest)
+        made = _Specialization(signature, mode, engine, guards, self._recorder.habits(), digest)
+        return made
 
     def _drop_all(self, reason: str) -> None:
         for kind in self._specializations.values():

@@ -98,7 +98,7 @@ class Signature:
         self._key = (structure_of(batch), tuple(described))
         self._paths = tuple(paths)
         self.reads, self._values, self._numbers = reads, values, numbers or {}
-        attributes = () if reads is None else reads.attributes
+        attributes = [] if reads is None else reads.attributes.values()
         self._attributes = {attribute: attribute.read() for attribute in attributes}
         self._counted: tuple[int, list[_Counted]] = (-1, [])
         try:
@@ -191,7 +191,7 @@ class Signature:
                     counted += _computed(reads, path, value)
             for name, value in self._numbers.items():
                 counted += _computed(reads, name, value)
-            for attribute in dict.fromkeys((*self._attributes, *reads.attributes)):
+            for attribute in dict.fromkeys((*self._attributes, *reads.attributes.values())):
                 counted.append((attribute.name, attribute.name, self._value_in(attribute)))
             self._counted = reads.version, counted
         return counted
@@ -204,7 +204,7 @@ class Signature:
         reads = self.reads
         if reads is None or not reads.is_any:  # in every replay
             return True
-        if any(attribute.read() != self._value_in(attribute) for attribute in reads.attributes):
+        if any(attribute.read() != self._value_in(attribute) for attribute in reads.attributes.values()):
             return False
         return all(reads.agree(name, value, self._numbers[name]) for name, value in numbers.items())
 
@@ -214,7 +214,7 @@ class Signature:
         for path, text, value in self._what_counts():
             counted.setdefault(path, []).append((text, value))
         leaves = zip(self._paths, self._key[1], strict=True)
-        attributes = () if self.reads is None else self.reads.attributes
+        attributes = [] if self.reads is None else self.reads.attributes.values()
         return [
             *(each for path, leaf in leaves for each in counted.get(path, [(path, leaf)])),
             *((each.name, self._value_in(each)) for each in attributes),
@@ -234,7 +234,7 @@ class Signature:
         """Describe another signature by its first difference; `word` is what users know it by."""
 
         def without_path(each: Signature) -> list[_Counted]:
-            attributes = () if each.reads is None else each.reads.attributes
+            attributes = [] if each.reads is None else each.reads.attributes.values()
             beside = {*each._numbers, *(attribute.name for attribute in attributes)}
             return [counted for counted in each._what_counts() if counted[0] not in beside]
 

@@ -282,9 +282,11 @@ class HostReads:
 
     Args:
         located: returns the line of the user's code that is running.
+        are_all: all host values count, whether the step reads them or not.
 
     Attributes:
-        attributes: those of the user's objects that are part of the signature.
+        attributes: those of the user's objects that are part of the signature, by object and label. An
+            object lives as long as its attribute is here.
         kinds: the types that count as read: a capture failed without the values themselves.
         version: changes with what counts.
         captures: those of any run that are under way; a value that is kept beyond them is only a value.
@@ -294,28 +296,27 @@ class HostReads:
 
     captures: ClassVar[int] = 0
 
-    def __init__(self, located: Callable[[], Location | None]) -> None:
+    def __init__(self, located: Callable[[], Location | None], are_all: bool = False) -> None:
         self._located = located
         self._lines: dict[str, Location | None] = {}
         self._of: dict[str, dict[str, HostRead]] = {}
         self._is_noting = False
-        self.attributes: tuple[HostAttribute, ...] = ()
+        self.attributes: dict[tuple[int, Any], HostAttribute] = {}
         self.returned = ""
-        self.kinds: tuple[type, ...] = ()
+        self.kinds: tuple[type, ...] = _KINDS if are_all else ()
         self.why = ""
         self.version = 0
         self.has_given_parts = False
 
     def add(self, attribute: HostAttribute, location: Location | None) -> None:
-        """Make an attribute, which the step reads at a line, part of the signature."""
-        self.attributes += (attribute,)
+        """Note that an attribute, which the step reads at a line, is part of the signature now."""
         self._lines[attribute.name] = location
         self.version += 1
 
     def forget(self) -> None:
         """Forget what released graphs have read, if it is much: the step may read other things now."""
         self.version += bool(self.attributes)
-        self.attributes = ()
+        self.attributes.clear()
         if all(len(reads) < _MAX_READS // 4 for reads in self._of.values()):
             return
         self._lines.clear()
@@ -359,7 +360,7 @@ class HostReads:
     @property
     def note(self) -> str:
         """A note for the report: which values count unread, and why; empty if none do."""
-        if not self.kinds:
+        if not self.why:
             return ""
         what = "numbers" if self.kinds == _NUMBERS else "strings and numbers"
         why = in_words(self.why)

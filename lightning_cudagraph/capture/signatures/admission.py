@@ -56,6 +56,8 @@ class Admission(Generic[T]):
         signatures = self._run.signatures
         if signature in self._graphs:
             return ""
+        if self._graphs.have_one_signature and self._graphs:  # another one since this step began
+            return self._another(signature)
         candidate = self._came(signature)
         before = [*candidate.came]
         self._run.graphs.batches += 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import current_thread
 from types import FunctionType
@@ -30,7 +30,7 @@ from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.hooks import HookRoots
 from lightning_cudagraph.checks.guards.one_pass import OnePass
-from lightning_cudagraph.checks.guards.recurring import RecurringValues
+from lightning_cudagraph.checks.guards.recurring import RecurringValues, form
 from lightning_cudagraph.checks.guards.structure import TABLES, Structure, described
 from lightning_cudagraph.checks.guards.suspicions import Suspicions
 from lightning_cudagraph.checks.guards.switches import contexts, global_switches
@@ -406,6 +406,13 @@ class Guards:
         if attribute is not None:
             self._unseen = [other for other in self._unseen if not self.recurring.has(other)]
         return attribute
+
+    def are_taken_before(self, attributes: Iterable[tuple[int, Any]]) -> bool:
+        """True if graphs were captured with the values of attributes from before they were set apart."""
+        walk, known = self._walk, self.recurring.attributes
+        return walk is not None and all(
+            form(was) == known[place].before for place in attributes for was in walk.recorded(*place)
+        )
 
     def _in_words(self, otherwise: str) -> str:
         assert self._cheap is not None

@@ -21,10 +21,10 @@ _MAX_REMEMBERED = 64
 
 
 class RecurringValues:
-    """The attributes of one run whose values recur.
+    """The attributes whose values recur.
 
     Attributes:
-        attributes: by object and label; an object lives as long as its attribute is here.
+        attributes: those of the signatures, which several guards may share, by object and label.
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,11 @@ class RecurringValues:
         recurs = now in seen
         if len(seen) < _MAX_REMEMBERED:
             seen |= {was, now}
-        if not recurs or self.has(moved):
+        if not recurs or self.has(moved) or len(self.attributes) >= _MAX_REMEMBERED:
             return None
         of = moved.of.replace("`", "").removeprefix("the ").removeprefix("class ")
-        made = HostAttribute(f"{of}.{moved.path}", was, _reader(moved.node, moved.label))
+        name = moved.path if of.startswith("closure of ") else f"{of}.{moved.path}"
+        made = HostAttribute(name, was, _reader(moved.node, moved.label))
         self.attributes[_place(moved)] = made
         return made
 
@@ -66,8 +67,7 @@ class RecurringValues:
         return ""
 
     def forget(self) -> None:
-        """Forget the attributes, when the graphs are released; what recurs is remembered."""
-        self.attributes.clear()
+        """Forget the values of the step, when the graphs are released; what recurs is remembered."""
         self._before = []
 
 
@@ -77,10 +77,10 @@ def is_value(part: Any) -> bool:
 
 
 def form(part: Any) -> tuple[type, Any]:
-    """The type of a part, and a form of it that equals those of equal values only."""
+    """The type of a part, and a form of it that equals those of equal values only; None for others."""
     if isinstance(part, Enum):
         return type(part), part.value if part.name is None else part.name
-    return type(part), comparable(part) if is_value(part) else object()
+    return type(part), comparable(part) if is_value(part) else None
 
 
 def can_recur(moved: Moved) -> bool:

@@ -164,6 +164,11 @@ class Walk:
         """True if this very object is compared."""
         return self.owners.get(id(holder), self) is holder
 
+    def recorded(self, holder_id: int, label: Any) -> list[Any]:
+        """The records of a part of an object, one for each way to it; none if it is not compared."""
+        nodes = (node for node in self._all_nodes() if id(node.owner) == holder_id)
+        return [node.parts[label] for node in nodes if label in node.parts]
+
     def changes(self) -> list[Moved]:
         """The parts that differ from the record."""
         return [moved for node in self._all_nodes() for moved in self._of(node)]
