@@ -345,6 +345,29 @@ class ChoosesADistribution(Reads):
         bends.sample() if self.training else bends.mean  # BAD
 
 
+class OnASimplex(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        x = x.clone().requires_grad_()
+        torch.distributions.LogisticNormal(x, x.exp(), validate_args=False).rsample()  # BAD
+
+
+class Counts(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        torch.distributions.Multinomial(5, x.exp(), validate_args=False).entropy()  # BAD
+
+
+class Matrices(Reads):
+    """Its `sample` calls a constraint, which is no check of an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        df, factor = torch.tensor(4.0), torch.eye(3)
+        self.wishart = torch.distributions.Wishart(df, scale_tril=factor, validate_args=False)
+
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.wishart.sample()  # BAD
+
+
 class MaskOfATransformer(Reads):
     def __init__(self) -> None:
         super().__init__()
@@ -849,7 +872,10 @@ REMEDIES: dict[type[Net], str] = {
     Covariance: "`scale_tril=torch.linalg.cholesky_ex(covariance)[0]`",
     CheckedCovariance: "Pass `validate_args=False` to the distribution.*docs/recipes/distributions.md",
     LowRank: "Use `MultivariateNormal(loc, scale_tril=.*`factor @ factor.mT + torch.diag_embed(",
-    ChoosesADistribution: "A function of torch reads the value in its own code",
+    ChoosesADistribution: "Write it out in tensors.*docs/recipes/distribution_samples.md",
+    OnASimplex: "gradient of `cumprod`.*Write it out in tensors.*docs/recipes/distribution_samples.md",
+    Counts: "Write it out in tensors.*docs/recipes/distribution_entropies.md",
+    Matrices: "Write it out in tensors.*docs/recipes/wishart.md",
     MaskOfATransformer: "Pass `is_causal=True` beside a causal mask",
     LengthInSlice: MASK,
     Length: MASK,
@@ -923,6 +949,7 @@ REMEDIES: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Singular sample detected")  # by each sample
 @pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

@@ -214,6 +214,54 @@ def test_layers_of_two_directions_are_those_of_packed_sequences() -> None:
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(expected, y))
 
 
+def _functions(page: str) -> dict[str, Any]:
+    scope: dict[str, Any] = {}
+    for form in (*forms(RECIPES / "index.md"), *forms(RECIPES / f"{page}.md")):
+        exec(form.code, scope)
+    return scope
+
+
+def _moments(angles: torch.Tensor) -> torch.Tensor:
+    return torch.stack([angles.cos(), angles.sin(), (2 * angles).cos(), (2 * angles).sin()]).mean(1)
+
+
+@pytest.mark.parametrize("concentration", [0.01, 2.0, 1000.0])
+def test_samples_written_out_are_those_of_torch(concentration: float) -> None:
+    torch.manual_seed(0)
+    own = _functions("distribution_samples")
+    loc, k = torch.full((20_000,), 2.5), torch.full((20_000,), concentration)
+    angles, expected = own["von_mises"](loc, k), torch.distributions.VonMises(loc, k).sample()
+    torch.testing.assert_close(_moments(angles), _moments(expected), rtol=0, atol=0.02)
+    assert angles.abs().max() <= torch.pi
+    loc, scale = torch.randn(8, 4), torch.rand(8, 4)
+    torch.manual_seed(concentration)
+    shares = own["logistic_normal"](loc, scale)
+    torch.manual_seed(concentration)
+    expected = torch.distributions.LogisticNormal(loc, scale).rsample()
+    torch.testing.assert_close(shares, expected)
+
+
+def test_entropies_written_out_are_those_of_torch() -> None:
+    own = _functions("distribution_entropies")
+    probs = torch.rand(3, 8, 4).softmax(-1)
+    for trials in (1, 5):
+        counts = torch.distributions.Binomial(trials, probs).entropy()
+        assert torch.equal(own["binomial_entropy"](trials, probs), counts)
+        counts = torch.distributions.Multinomial(trials, probs).entropy()
+        torch.testing.assert_close(own["multinomial_entropy"](trials, probs), counts)
+
+
+def test_matrices_written_out_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    own = _functions("wishart")
+    df, factor = torch.full((50_000,), 5.5), torch.linalg.cholesky(torch.eye(3) + 0.5)
+    drawn = own["wishart"](df, factor)
+    law = torch.distributions.Wishart(df, scale_tril=factor)
+    torch.testing.assert_close(drawn.mean(0), law.mean[0], rtol=0.02, atol=0)
+    torch.testing.assert_close(drawn.var(0), law.variance[0], rtol=0.05, atol=0)
+    torch.testing.assert_close(own["wishart_log_prob"](df, factor, drawn), law.log_prob(drawn))
+
+
 def _column(trace: Trace, name: str) -> list[float]:
     """Values logged under a name, in order."""
     rows = [*csv.DictReader(trace.csv.splitlines())]

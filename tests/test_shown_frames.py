@@ -135,7 +135,7 @@ def test_a_warning_comes_once_at_the_users_line(tmp_path: Path, accelerator: str
     ("file", "function", "said"),
     [
         ("torch/distributions/distribution.py", "__init__", "`validate_args=False`"),
-        ("torch/distributions/poisson.py", "sample", "as before"),
+        ("torch/distributions/von_mises.py", "_rejection_sample", "Write it out in tensors"),
         ("transformers/masking_utils.py", "_ignore_causal_mask_sdpa", "Leave `attention_mask` out"),
         ("transformers/models/bert/modeling_bert.py", "forward", "in the dataset"),
         (

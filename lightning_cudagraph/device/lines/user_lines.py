@@ -42,7 +42,7 @@ _STAND_IN = "stand_in"
 # torch's files between a call and its op, which tell the user nothing.
 _IN_BETWEEN = (
     *("_compile.py", "_dynamo", "_functorch", "_inductor", "_ops.py", "_tensor.py"),
-    *("autograd", "overrides.py", "utils"),
+    *("autograd", "distributions/constraints.py", "overrides.py", "utils"),
 )
 
 

@@ -67,6 +67,9 @@ SKIP = (
     + see("nan_checks")
 )
 
+# In place of what a distribution computes.
+_OUT = "Write it out in tensors: `validate_args=False` does not leave out this read."
+
 Words = tuple[str, str]  # the description for the user, and the remedy
 
 PACKED: Words = (
@@ -107,15 +110,20 @@ _READERS = (
         " validate_args=False)`. The covariance is `torch.linalg.inv_ex(precision)[0]`; of low rank,"
         " `factor @ factor.mT + torch.diag_embed(diagonal)`." + see("distributions"),
     ),
+    _Reader("torch/distributions/", lambda function, file: file == "wishart.py", _OUT + see("wishart")),
     _Reader(
         "torch/distributions/",
-        # These files read for checks alone; torch 2.15 has a function for that in the first.
-        lambda function, file: (
-            function in ("__init__", "_validate_sample") or file in ("distribution.py", "constraints.py")
-        ),
+        # This file reads for checks alone; torch 2.15 has a function for that.
+        lambda function, file: function in ("__init__", "_validate_sample") or file == "distribution.py",
         "Pass `validate_args=False` to the distribution: its checks read all arguments on the host."
         + see("distributions"),
     ),
+    _Reader(
+        "torch/distributions/",
+        lambda function, file: function in ("entropy", "enumerate_support"),
+        _OUT + see("distribution_entropies"),
+    ),
+    _Reader("torch/distributions/", lambda function, file: True, _OUT + see("distribution_samples")),
     _Reader(
         "torch/nn/",
         lambda function, file: (function, file) == ("dropout", "functional.py"),
