@@ -640,6 +640,44 @@ def two_paths_in_all(here: Here) -> None:
     assert graph.counts.replayed > 14, graph.counts
 
 
+class Phases(Net):
+    """Has a phase that changes in turn, on all processes or on one, and scales the loss."""
+
+    on_all = True
+    phase = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.on_all or self.trainer.global_rank == 1:
+            self.phase = self.trainer.global_step // 4 % 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        if self.phase == 1:
+            self.log("phase", loss, sync_dist=self.on_all)
+            return loss * 2
+        return loss
+
+
+class PhasesOnOne(Phases):
+    on_all = False
+
+
+def a_value_that_recurs(here: Here) -> None:
+    """Each value has a graph in all processes."""
+    stream = loader(batches=14, ragged=False)
+    _, graph = here.assert_same_runs(build=Phases, train_loader=stream, max_epochs=8)
+    assert graph.counts.replayed >= 24, graph.counts
+    assert len(graph.counts.recaptures) == 1, graph.counts
+
+
+def a_value_that_recurs_in_one(here: Here) -> None:
+    """Where one process has a value without a graph, that step is eager in all."""
+    stream = loader(batches=14, ragged=False)
+    _, graph = here.assert_same_runs(build=PhasesOnOne, train_loader=stream, max_epochs=8)
+    assert graph.counts.replayed >= 16, graph.counts
+    assert len(graph.counts.recaptures) == 1, graph.counts
+
+
 def two_shapes_apart(here: Here) -> None:
     """In each step the processes have different shapes; each replays the graph of its own."""
     batches = DataLoader(TwoShapes(40, here.rank), batch_size=None)

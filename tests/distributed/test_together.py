@@ -38,6 +38,8 @@ AGREED = (
 )
 AGREED_LONG = (
     "two_paths_in_all",
+    "a_value_that_recurs",
+    "a_value_that_recurs_in_one",
     "two_shapes_in_all",
     "two_shapes_apart",
     "a_guard_in_one_process",
