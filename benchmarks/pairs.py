@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.fits import ON_GPU, BlockedBatches, Blocks, Measured, environment, silent_fits_in_turn
 from benchmarks.trainers import quiet_trainer
-from lightning_cudagraph import Buckets, CUDAGraphCallback
+from lightning_cudagraph import Buckets, CUDAGraphCallback, StageSummary
 
 __all__ = ["HEAD", "Fit", "Row", "line", "main", "measure", "train"]
 
@@ -54,18 +54,18 @@ class Fit(Measured):
 
     Attributes:
         left: the final state of module and optimizers, on the host, with the count of optimizer steps.
-        replayed_share: the share of replays among all its steps; 0 without graphs.
+        summary: the counts of its steps.
     """
 
     left: list[Tensor] = field(default_factory=list)
-    replayed_share: float = 0.0
+    summary: StageSummary = field(default_factory=StageSummary)
 
 
-def train(row: Row, has_graphs: bool, batches: Iterable[Any]) -> tuple[list[Tensor], float]:
+def train(row: Row, has_graphs: bool, batches: Iterable[Any]) -> tuple[list[Tensor], StageSummary]:
     """Train on the batches, to their end.
 
     Returns:
-        The `left` and the `replayed_share` of a `Fit`.
+        The `left` and the `summary` of a `Fit`.
     """
     # Switched off, it pads and does nothing else.
     backend: Any = "auto" if has_graphs else "off"
@@ -76,12 +76,12 @@ def train(row: Row, has_graphs: bool, batches: Iterable[Any]) -> tuple[list[Tens
         trainer.fit(module, batches)
         states = [module.state_dict(), *(optimizer.state_dict() for optimizer in trainer.optimizers)]
     left = [leaf.detach().cpu() for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
-    return [*left, torch.tensor(trainer.global_step)], ours.summary.fit.replayed_share
+    return [*left, torch.tensor(trainer.global_step)], ours.summary.fit
 
 
 def measure(row: Row, blocks: Blocks) -> tuple[Fit, Fit]:
     """Run a fit of plain Lightning and one with the callback in turn."""
-    left: dict[str, tuple[list[Tensor], float]] = {}
+    left: dict[str, tuple[list[Tensor], StageSummary]] = {}
 
     def fit(name: str, batches: BlockedBatches) -> None:
         left[name] = train(row, name == "graph", batches)
@@ -108,7 +108,7 @@ def line(name: str, plain: Fit, graph: Fit, goal: float) -> str:
     missed = "" if ratio <= goal else f", goal {goal}"
     is_equal = len(plain.left) == len(graph.left) and all(map(torch.equal, plain.left, graph.left))
     cells = [name, *(f"{fit.median_us:.0f}" for fit in (plain, graph))]
-    cells += [f"{ratio:.3f} ({low:.3f} to {high:.3f}{missed})", f"{graph.replayed_share:.0%}"]
+    cells += [f"{ratio:.3f} ({low:.3f} to {high:.3f}{missed})", f"{graph.summary.replayed_share:.0%}"]
     return f"| {' | '.join(cells)} | {'equal' if is_equal else 'DIFFERENT'} |"
 
 

@@ -3,9 +3,9 @@
 The GPT of `examples/char_gpt.py` on batches of 17 to 256 characters, and, if `transformers` is
 installed, its BERT and GPT-2 with random weights and an `attention_mask`, on 17 to 128 tokens; each
 length equally often. In each row, plain Lightning and the callback take turns, block by block in one
-process (`benchmarks/fits.py`), and must end with the same weights. The memory is that of fits that
-follow, beside one on the longest batches alone, which has one graph. One row has a step that no
-graph can hold, which the callback leaves to Lightning.
+process (`benchmarks/fits.py`), and must end with the same weights. Captures and memory are those of
+fits that follow, beside one on the longest batches alone, which has one graph. One row has a step that
+no graph can hold, which the callback leaves to Lightning.
 
     python -m benchmarks.shapes
 
@@ -18,7 +18,7 @@ import gc
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -35,7 +35,7 @@ from benchmarks.pairs import Row
 from examples.char_gpt import VOCABULARY, CharGPT
 from lightning_cudagraph import Buckets
 
-__all__ = ["IN_BUCKETS", "LONGEST", "NO_GRAPH", "ROWS", "main", "measure_memory"]
+__all__ = ["BUCKETS", "IN_BUCKETS", "LONGEST", "NO_GRAPH", "ROWS", "main", "measure_captures"]
 
 _GPT = next(model for model in MODELS if model.name == "GPT")
 _LENGTHS = range(17, 257) if ON_GPU else range(3, 17)
@@ -152,11 +152,18 @@ NO_GRAPH = "GPT that reads its loss on the host, without a graph"
 ROWS = _rows()
 
 
-def measure_memory() -> dict[str, tuple[int, int]]:
-    """The peaks of allocated and reserved memory in bytes, with one graph and with one a bucket.
+@dataclass(frozen=True)
+class Captures:
+    """The captures of a fit, with their host time and the peaks of device memory; without a GPU 0."""
 
-    Without a GPU they are 0.
-    """
+    captures: int
+    capture_ms: float
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def measure_captures() -> dict[str, Captures]:
+    """Train with one graph, and with one a bucket."""
     row = ROWS[IN_BUCKETS]
     found = {}
     for name, lengths in (("the longest alone", BUCKETS.lengths[-1:]), (IN_BUCKETS, BUCKETS.lengths)):
@@ -166,8 +173,10 @@ def measure_memory() -> dict[str, tuple[int, int]]:
             torch.cuda.reset_peak_memory_stats()
         batches = [batch_of(length) for _ in range(_BATCHES_OF_BUCKET) for length in lengths]
         # Without a loader, Lightning takes a list for one of loaders.
-        pairs.train(row, True, DataLoader(batches, batch_size=None, collate_fn=tuple))
-        found[name] = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        loader = DataLoader(batches, batch_size=None, collate_fn=tuple)
+        _, summary = pairs.train(row, True, loader)
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        found[name] = Captures(summary.captures, summary.capture_ms, *peaks)
     return found
 
 
@@ -175,9 +184,11 @@ def main(given: Sequence[str] | None = None) -> None:
     """Measure, and print the tables."""
     # Within 160 steps each bucket has earned its graph.
     pairs.main("shapes", __doc__, ROWS, _REGRET, 160 if ON_GPU else 30, given)
-    print("\n| graphs | peak allocated, MiB | reserved, MiB |\n|---|---|---|")
-    for name, peaks in measure_memory().items():
-        print(f"| {name} | {' | '.join(f'{peak / 2**20:.0f}' for peak in peaks)} |")
+    print("\n| graphs | captures | in all, ms | peak allocated, MiB | reserved, MiB |")
+    print("|---|---|---|---|---|")
+    for name, of in measure_captures().items():
+        peaks = f"{of.allocated_bytes / 2**20:.0f} | {of.reserved_bytes / 2**20:.0f}"
+        print(f"| {name} | {of.captures} | {of.capture_ms:.0f} | {peaks} |")
 
 
 if __name__ == "__main__":

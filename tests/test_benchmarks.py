@@ -385,8 +385,8 @@ def test_plain_lightning_and_the_callback_in_turn(rows: dict[str, pairs.Row], le
     blocks = Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2)
     some = {name: row for name, row in rows.items() if name != shapes.LONGEST}
     measured = {name: pairs.measure(row, blocks) for name, row in some.items()}
-    assert {plain.replayed_share for plain, _ in measured.values()} == {0}
-    shares = {name: graph.replayed_share for name, (_, graph) in measured.items()}
+    assert {plain.summary.replayed_share for plain, _ in measured.values()} == {0}
+    shares = {name: graph.summary.replayed_share for name, (_, graph) in measured.items()}
     assert shares.pop(shapes.NO_GRAPH, 0) == 0
     assert all(share > least for share in shares.values())
     found = [pairs.line(name, *fits, goal=1.0).split(" | ") for name, fits in measured.items()]
@@ -395,8 +395,11 @@ def test_plain_lightning_and_the_callback_in_turn(rows: dict[str, pairs.Row], le
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_memory_with_one_graph_and_with_several() -> None:
-    assert list(shapes.measure_memory()) == ["the longest alone", shapes.IN_BUCKETS]
+def test_captures_of_one_graph_and_of_several() -> None:
+    (one, alone), (several, together) = shapes.measure_captures().items()
+    assert (one, several) == ("the longest alone", shapes.IN_BUCKETS)
+    assert (alone.captures, together.captures) == (1, len(shapes.BUCKETS.lengths))
+    assert 0 < alone.capture_ms < together.capture_ms
 
 
 @pytest.fixture
