@@ -31,7 +31,7 @@ FLOORS = [
     "__init__",
 ]
 KNOW_LIGHTNING = ("compat", "trainer", "callback", "__init__")
-TENSORBOARD = "timing/output/tensorboard/"
+TENSORBOARD = "timing/sinks/tensorboard/"
 MOST_NAMES = 12
 MOST_ARGUMENTS = 7
 GPU = Path(__file__).parent / "gpu"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from lightning_cudagraph.timing.readings.sinks import Sink, Sinks
 from lightning_cudagraph.timing.readings.spans import (
     MAX_LAYOUTS,
     STAGE_TAGS,
@@ -16,6 +15,7 @@ from lightning_cudagraph.timing.readings.spans import (
     SpanLayout,
 )
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
+from lightning_cudagraph.timing.sinks.sink import Sink, Sinks
 
 
 class WholeSteps(Sinks):

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_cudagraph.compat.features import EVENT_QUEUE
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.timing.output.tensorboard.records import Curves, ReadingRecords
 from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.timing.sinks.tensorboard.records import Curves, ReadingRecords
 
 
 class LoggerWriter:

@@ -12,9 +12,6 @@ from typing import Any
 
 from lightning_cudagraph.compat.features import CHARTS
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.timing.output.tensorboard.logger_writer import innards
-from lightning_cudagraph.timing.output.tensorboard.records import behind
-from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import (
     EXPOSED_TAG,
     RANKS_TAG,
@@ -28,6 +25,9 @@ from lightning_cudagraph.timing.readings.spans import (
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.windows import WindowSummary
+from lightning_cudagraph.timing.sinks.sink import Sink
+from lightning_cudagraph.timing.sinks.tensorboard.logger_writer import innards
+from lightning_cudagraph.timing.sinks.tensorboard.records import behind
 
 _BAND_TAG = "step_band_ms/"
 _CATEGORY = "CUDA graph"
