@@ -27,10 +27,9 @@ FLOORS = [
     "optim",
     "graphed_step",
     "trainer",
-    "callback",
     "__init__",
 ]
-KNOW_LIGHTNING = ("compat", "trainer", "callback", "__init__")
+KNOW_LIGHTNING = ("compat", "trainer", "__init__")
 TENSORBOARD = "timing/sinks/tensorboard/"
 MOST_NAMES = 12
 MOST_ARGUMENTS = 7

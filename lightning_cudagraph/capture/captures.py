@@ -9,8 +9,9 @@ from time import perf_counter
 from typing import Generic, NamedTuple
 
 from lightning_cudagraph.capture.context import EngineContext
+from lightning_cudagraph.capture.decisions.invalidation import Invalidation
+from lightning_cudagraph.capture.gradients.external_references import ExternalReferences
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
-from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step, T
 from lightning_cudagraph.checks.audit.step_audit import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
@@ -21,7 +22,6 @@ from lightning_cudagraph.errors import CaptureError, CUDAGraphError, Finding, Un
 from lightning_cudagraph.processes.agreement import of_ranks
 from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.batch_signature import Signature
-from lightning_cudagraph.tensors.external_references import ExternalReferences
 from lightning_cudagraph.tensors.host_values import held, in_words, is_host_value
 from lightning_cudagraph.tensors.static import StaticBatch, refuse_shared_memory
 

@@ -10,15 +10,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.compat.features import HELD_GRADIENTS
-from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.tensors.batch import copied_leaf
-from lightning_cudagraph.tensors.external_references import (
+from lightning_cudagraph.capture.gradients.external_references import (
     ExternalReferences,
     Gradients,
     gradients_of,
     overlap,
 )
+from lightning_cudagraph.compat.features import HELD_GRADIENTS
+from lightning_cudagraph.compat.tables import available
+from lightning_cudagraph.tensors.batch import copied_leaf
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.writes import storage_id
 

@@ -9,8 +9,8 @@ from typing import Any, Generic
 from torch import Tensor
 
 from lightning_cudagraph.capture.context import EngineContext
+from lightning_cudagraph.capture.decisions.invalidation import Invalidation
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.steps import Step, T
 from lightning_cudagraph.capture.verification.late_effects import LateEffects
 from lightning_cudagraph.checks.guards.remedies import kind_of

@@ -1,4 +1,6 @@
-"""Guards: compare what a graph bakes in, besides the batch, with the present.
+"""Guards: the comparison of what a graph bakes in, besides the batch, with the present.
+
+`capture/decisions/invalidation.py` decides by it which graphs are stale.
 
 A capture bakes in parameters, buffers, their addresses and layouts, optimizer state, submodules and
 their modes, classes and their functions, hyperparameters, Python values that the step mentions, hooks

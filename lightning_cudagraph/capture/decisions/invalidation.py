@@ -1,4 +1,7 @@
-"""Invalidation: graphs that no longer match the step are released, then captured again or given up."""
+"""Invalidation: the decision that a graph is stale, by what the guards find, and its release.
+
+Graphs that no longer match the step are captured again, or given up.
+"""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.tensors.buckets import Buckets
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
 from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.trainer.callbacks.runs import CapturedRuns, Training
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.doctor import examine
 from lightning_cudagraph.trainer.config.arguments import check_arguments, check_company
@@ -32,7 +33,6 @@ from lightning_cudagraph.trainer.config.padding import Padding
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
 from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, BackendName, Stage
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
-from lightning_cudagraph.trainer.runs import CapturedRuns, Training
 from lightning_cudagraph.trainer.training.loop import is_in_fit
 
 _AUTOMATIC_LAYERS = LayerTimings()
