@@ -48,9 +48,6 @@ class LoggedStep:
 
     Made inside the capture: it packs the values and the loss, one tensor for each dtype, so that after a
     replay one copy each takes them out of the graph's memory.
-
-    Args:
-        slots: the sums that the graph has added to, by key.
     """
 
     def __init__(
