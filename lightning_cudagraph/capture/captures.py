@@ -210,7 +210,7 @@ class Captures(Generic[T]):
         failure: UnsupportedError | None = None
         raised = sent_back = ""
         try:
-            with ExternalReferences.of_captures_apart(), reads.noted():
+            with ExternalReferences.recounted_after_capture(), reads.noted():
                 captured = self._capture(step, signature)
         except SentBackError as error:
             sent_back = str(error)

@@ -92,7 +92,7 @@ class Diagnosis:
         if self._looks_twice and self.error is None:
             self.error = error
             return False
-        calls = self._guards.all_mentioned().calls_apart
+        calls = self._guards.all_mentioned().calls_without_tensors
         error.add_findings(self._found.findings, ended_by, lambda found: grouped(in_one(found, calls)))
         self._found, self._changes, self.error = Gathered(), None, None
         return True

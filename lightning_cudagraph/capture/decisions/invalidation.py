@@ -57,7 +57,7 @@ class Invalidation(Generic[T]):
         """The first change that makes graphs stale; attributes with values that recur make none."""
         guards, reads = self._guards, self._graphs.reads
         while change := guards.changed():
-            if (attribute := guards.set_apart()) is None:
+            if (attribute := guards.add_to_signature()) is None:
                 return change
             reads.add(attribute, getattr(change, "location", None))
             self._graphs.clear_plain()

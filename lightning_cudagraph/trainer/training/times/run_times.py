@@ -162,7 +162,7 @@ class RunTimes:
         self.host = HostTimes(backend)
         self.host.waits.append(lambda: self.clock.device_waits_s)
         self.eager_clock = FitClock(
-            backend, [WholeSteps([self.eager], apart=True)], min(self._every_n_steps, 1)
+            backend, [WholeSteps([self.eager], across_windows=True)], min(self._every_n_steps, 1)
         )
 
     @property
