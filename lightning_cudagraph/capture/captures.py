@@ -275,7 +275,7 @@ class Captures(Generic[T]):
             maker.put_back_gradients(self._invalidation.admission.is_varied)
             self._copies.in_place = []
         else:
-            self._copies.move_apart(*step.parameters(), step.is_followed_by_user_code)
+            self._copies.copy_before_capture(*step.parameters(), step.is_followed_by_user_code)
         made: list[CapturedStep[T]] = []
         try:
             with ExitStack() as stack:

@@ -319,7 +319,7 @@ class CapturedStep(Generic[T]):
         self._holds = ExternalReferences([*every, *made], added)
 
     @property
-    def is_checked_apart(self) -> bool:
+    def is_replayed_after_check(self) -> bool:
         """True if a verification does not replace the step: hooks at graph breaks must run once only."""
         return self.has_breaks or self.has_breaks_anywhere
 

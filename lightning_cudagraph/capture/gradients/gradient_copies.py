@@ -166,7 +166,7 @@ class GradientCopies:
         # User code keeps gradients of steps: that alone does not make a gradient one of its own.
         return [parameter for parameter in added if self._is_known(parameter)]
 
-    def move_apart(
+    def copy_before_capture(
         self, dropped: list[nn.Parameter], added: list[nn.Parameter], can_be_kept: Callable[[], bool]
     ) -> None:
         """Copy gradients that the step adds to before a capture, if there are external references.
