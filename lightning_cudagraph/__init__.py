@@ -6,7 +6,6 @@ from lightning_cudagraph.compat.installed import check_installed as _check_insta
 
 _check_installed()  # before anything of theirs is imported
 
-from lightning_cudagraph.callback import CUDAGraphCallback as CUDAGraphCallback
 from lightning_cudagraph.capture.stream_choice import AutoStreams as AutoStreams
 from lightning_cudagraph.checks.verify.settings import Verification as Verification
 from lightning_cudagraph.errors import BatchError as BatchError
@@ -32,6 +31,9 @@ from lightning_cudagraph.timing.output.step_times import EagerSummary as EagerSu
 from lightning_cudagraph.timing.output.step_times import StepTimes as StepTimes
 from lightning_cudagraph.timing.output.summary import RunSummary as RunSummary
 from lightning_cudagraph.timing.readings.windows import Times as Times
+from lightning_cudagraph.trainer.callbacks.cuda_graph_callback import (
+    CUDAGraphCallback as CUDAGraphCallback,
+)
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport as DiagnosisReport
 from lightning_cudagraph.trainer.layer_timings_monitor import LayerTimingsMonitor as LayerTimingsMonitor
 from lightning_cudagraph.trainer.manual.frameworks import ManualOptimization as _ManualOptimization  # noqa: F401

@@ -7,7 +7,6 @@ which the class makes the lines.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -111,90 +110,6 @@ class Finding:
         return self.what, self.location and replace(self.location, called=None)
 
 
-# What may differ between findings that one change of a line settles: names, texts and numbers.
-_NAMED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"|-?\d[\d.e+-]*")
-_MAX_NAMED = 5
-
-
-def together(findings: Iterable[Finding]) -> list[Finding]:
-    """Put findings on one line into one that differ in a name or a number alone, or have one remedy."""
-    groups: dict[Hashable, list[Finding]] = {}
-    for finding in _without_echoes([*findings]):
-        texts = (_NAMED.sub("", text) for text in (finding.what, finding.remedy))
-        groups.setdefault((*texts, _line_of(finding), finding.in_optimizer), []).append(finding)
-    merged: dict[Hashable, Finding] = {}
-    for finding in _without_parts([_in_one(group) for group in groups.values()]):
-        key = (
-            (_line_of(finding), finding.remedy, finding.in_optimizer)
-            if finding.location
-            else finding.key
-        )
-        first = merged.setdefault(key, finding)
-        if first is not finding:
-            merged[key] = replace(first, what=f"{first.what} {finding.what}")
-    return [*merged.values()]
-
-
-def _without_echoes(findings: list[Finding]) -> list[Finding]:
-    """Leave out what has no line, and is the backward pass of what was found at one."""
-    found = tuple(each.what.removesuffix(".") for each in findings if each.location)
-    return [each for each in findings if each.location or not each.what.startswith(found)]
-
-
-def _without_parts(findings: list[Finding]) -> list[Finding]:
-    """Leave out what is a part of another finding on its line, and settled with it.
-
-    A call, or a statement that sets an item, leaves the step with all that it reads. An attribute may
-    have a tensor in place of the number that is read of it.
-    """
-    kinds = {id(finding): _kind_of_line(finding) for finding in findings}
-    reads = {_line_of(finding) for finding in findings if not finding.is_effect}
-    effects = {_line_of(finding) for finding in findings if finding.is_effect}
-
-    def is_part(finding: Finding) -> bool:
-        kind, line = kinds[id(finding)], _line_of(finding)
-        if finding.is_effect:
-            return kind == "attribute" and line in reads
-        return kind == "leaves" and line in effects
-
-    return [finding for finding in findings if not is_part(finding)]
-
-
-def _line_of(finding: Finding) -> Hashable:
-    return finding.location and (finding.location.path, finding.location.line)
-
-
-def _kind_of_line(finding: Finding) -> str:
-    """The kind of a line: "leaves" for a call or a set item, "attribute" for a set attribute."""
-    try:
-        (statement,) = ast.parse(finding.location.source if finding.location else "").body
-    except (SyntaxError, ValueError):  # a part of a statement, or several
-        return ""
-    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-    if all(isinstance(target, ast.Attribute) for target in targets):
-        return "attribute"
-    is_item = all(isinstance(target, ast.Subscript) for target in targets)
-    return "leaves" if is_item or isinstance(statement, ast.Expr) else ""
-
-
-def _in_one(group: list[Finding]) -> Finding:
-    """One finding for several on a line: the first name that differs stands for each of them."""
-    first, *others = group
-    if not others:
-        return first
-    names = [_NAMED.findall(finding.what) for finding in group]
-    differ = next((each for each in zip(*names, strict=True) if len({*each}) > 1), ())
-    listed = [*dict.fromkeys(differ)]
-    more = f" and {len(listed) - _MAX_NAMED} more" if len(listed) > _MAX_NAMED else ""
-    shown = ", ".join(listed[1:_MAX_NAMED]) + more
-    remedy = first.remedy
-    if listed and (own := f'["{listed[0][1:-1]}"]') in remedy:
-        remedy = remedy.replace(own, str([name[1:-1] for name in listed]).replace("'", '"'))
-    return replace(
-        first, what=f"{first.what} So too with {shown}." if shown else first.what, remedy=remedy
-    )
-
-
 class CUDAGraphError(RuntimeError):
     """Base class of all errors raised by this package."""
 
@@ -266,18 +181,18 @@ class UnsupportedError(CUDAGraphError):
         self,
         found: Iterable[Finding],
         ended_by: str = "",
-        in_one: Callable[[Iterable[Finding]], Iterable[Finding]] = tuple,
+        group: Callable[[Iterable[Finding]], Iterable[Finding]] = tuple,
     ) -> None:
         """Add what else was found in the same step to the error, and to its message.
 
         Args:
             ended_by: what has ended the search before the end of the step, in words; or nothing.
-            in_one: puts findings with one remedy into one.
+            group: puts findings that one change settles into one.
         """
         self.search_ended_by = without_addresses(ended_by)
         known = {finding.key for finding in self.findings}
         new = [finding for finding in found if finding.key not in known]
-        first, *others = together(in_one([*self.findings, *new]))
+        first, *others = group([*self.findings, *new])
         self.what, self.remedy, self._others = first.what, first.remedy, tuple(others)
         self.location, self.in_optimizer = first.location, first.in_optimizer
         self.is_effect = first.is_effect

@@ -14,7 +14,7 @@ from lightning_cudagraph import CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.checks.walk.walker import Walk
-from lightning_cudagraph.timing.output import dashboard
+from lightning_cudagraph.timing.sinks import dashboard
 from tests import lengths
 from tests.declared import captures_looked_at
 

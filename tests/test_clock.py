@@ -18,8 +18,8 @@ from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, HostEvent
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
-from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.trainer.training.times import timing_rate
 from lightning_cudagraph.trainer.training.times.run_times import RunTimes
 from tests.harness import Net, Trace, assert_same, loader, make, train

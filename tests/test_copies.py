@@ -30,8 +30,8 @@ from lightning_cudagraph import (
     Verification,
 )
 from lightning_cudagraph.compat.method_patches import MethodPatch
+from lightning_cudagraph.trainer.callbacks.runs import CapturedRuns
 from lightning_cudagraph.trainer.config.padding import Padding
-from lightning_cudagraph.trainer.runs import CapturedRuns
 from tests.harness import Apart, Net, differences, loader
 from tests.rows import Row, row
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as by_tensorboard
 
-from lightning_cudagraph.timing.output.tensorboard.crc32c import AlikeRows, masked_crc32c
+from lightning_cudagraph.timing.sinks.tensorboard.crc32c import AlikeRows, masked_crc32c
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 255, 1024, 3000])

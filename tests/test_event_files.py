@@ -23,21 +23,21 @@ from tensorboard.data import server_ingester
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import grpc_util
 
-from lightning_cudagraph.timing.output import logged_medians
-from lightning_cudagraph.timing.output.logged_medians import MediansWriter, MetricNames
-from lightning_cudagraph.timing.output.tensorboard.charts import StepBand
-from lightning_cudagraph.timing.output.tensorboard.logger_writer import LoggerWriter
-from lightning_cudagraph.timing.output.tensorboard.records import (
+from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
+from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
+from lightning_cudagraph.timing.sinks import logged_medians
+from lightning_cudagraph.timing.sinks.logged_medians import MediansWriter, MetricNames
+from lightning_cudagraph.timing.sinks.sink import Sinks
+from lightning_cudagraph.timing.sinks.tensorboard.charts import StepBand
+from lightning_cudagraph.timing.sinks.tensorboard.logger_writer import LoggerWriter
+from lightning_cudagraph.timing.sinks.tensorboard.records import (
     ReadingRecords,
     ScalarRecords,
     behind,
     curves_of,
     n_bytes,
 )
-from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter, other_loggers_writer
-from lightning_cudagraph.timing.readings.sinks import Sinks
-from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
-from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
+from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter, other_loggers_writer
 
 PARTS = ("forward", "backward", "clipping", "optimizer")
 
@@ -293,9 +293,9 @@ def test_a_disk_that_is_full_is_said_once(tmp_path: Path) -> None:
 
 def test_a_long_run_has_fewer_points_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "lightning_cudagraph.timing.output.tensorboard.writer._BYTES_BEFORE_THINNING", 40_000
+        "lightning_cudagraph.timing.sinks.tensorboard.writer._BYTES_BEFORE_THINNING", 40_000
     )
-    monkeypatch.setattr("lightning_cudagraph.timing.output.tensorboard.writer._READINGS_PER_FLUSH", 64)
+    monkeypatch.setattr("lightning_cudagraph.timing.sinks.tensorboard.writer._READINGS_PER_FLUSH", 64)
     logger = TensorBoardLogger(tmp_path)
     whole, part = layout_of("a", "b"), layout_of("a", "b", optimizer=False)
     writer = with_bands(TensorBoardWriter([logger]), 500)

@@ -13,12 +13,12 @@ import pytest
 from matplotlib import pyplot, rcParams
 from matplotlib.colors import to_rgb
 
-from lightning_cudagraph.timing.output import dashboard as dashboard_module
-from lightning_cudagraph.timing.output import figures
-from lightning_cudagraph.timing.output.dashboard import Dashboard
-from lightning_cudagraph.timing.output.figures import layer_bars, step_timeline
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.readings.windows import WindowSummary
+from lightning_cudagraph.timing.sinks import dashboard as dashboard_module
+from lightning_cudagraph.timing.sinks import figures
+from lightning_cudagraph.timing.sinks.dashboard import Dashboard
+from lightning_cudagraph.timing.sinks.figures import layer_bars, step_timeline
 from tests.readings import gpt_readings
 
 pytestmark = pytest.mark.pictures

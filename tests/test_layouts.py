@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_cudagraph.timing.events.clock import FitClock
-from lightning_cudagraph.timing.output.tensorboard.records import ReadingRecords, curves_of, n_bytes
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
+from lightning_cudagraph.timing.sinks.tensorboard.records import ReadingRecords, curves_of, n_bytes
 
 
 def test_steps_that_are_all_different() -> None:

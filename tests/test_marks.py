@@ -25,8 +25,8 @@ from lightning_cudagraph.timing.layers.layer_selection import (
     select_layers,
     untimed_notes,
 )
-from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG, STEP_TAG, Reading
+from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter
 from tests.harness import Net, Trace, assert_same, make, train
 
 

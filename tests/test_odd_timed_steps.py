@@ -26,8 +26,8 @@ from lightning_cudagraph import (
     LayerTimingsMonitor,
 )
 from lightning_cudagraph.timing.events.marks import StepMarks
-from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter
 from tests.harness import Net, assert_same, loader, make, train
 from tests.test_clock import events, steps
 from tests.test_layer_timings_monitor import TwoNets, run

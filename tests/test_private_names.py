@@ -25,7 +25,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep, LayerTimings
 from lightning_cudagraph.compat import features
 from lightning_cudagraph.compat.features import Feature
-from lightning_cudagraph.compat.private_names import PrivateName, accepts, members
+from lightning_cudagraph.compat.probes import PrivateName, accepts, members
 from lightning_cudagraph.compat.tables import TABLE, notes_of_captures
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
@@ -33,7 +33,7 @@ from lightning_cudagraph.optim.scaler import PreparedScaler
 from lightning_cudagraph.processes.ddp import check_wrapper
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.processes.shards import check_shards
-from lightning_cudagraph.trainer.fit_processes import FitProcesses
+from lightning_cudagraph.trainer.common.fit_processes import FitProcesses
 from lightning_cudagraph.trainer.manual.frameworks import FabricLoop, ManualOptimization
 from lightning_cudagraph.trainer.metrics import fixed_counts
 from tests import harness
@@ -292,7 +292,7 @@ lightning_cudagraph.CUDAGraphCallback(timings=lightning_cudagraph.LayerTimings()
 import torch._dynamo, torchmetrics
 from torch.utils.data import dataloader
 from lightning_cudagraph.compat.names.lightning_names import LIGHTNING
-from lightning_cudagraph.compat.private_names import found
+from lightning_cudagraph.compat.probes import found
 from lightning_cudagraph.compat.names.torch_names import TORCH
 from lightning_cudagraph.compat.names.torchmetrics_names import TORCHMETRICS
 deleted = 0

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from lightning_cudagraph.timing.output.logged_medians import MediansWriter
 from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_text
 from lightning_cudagraph.timing.readings import rank_times
 from lightning_cudagraph.timing.readings.rank_times import RankRow, RankTable, RankTimes, part_times
 from lightning_cudagraph.timing.readings.spans import EXPOSED_TAG, Reading, Span, SpanLayout
 from lightning_cudagraph.timing.readings.windows import Times
+from lightning_cudagraph.timing.sinks.logged_medians import MediansWriter
 
 # Marks: begin, backward begins, last gradients, last all-reduce done, backward ends, end; gap before; an
 # all-reduce that begins and one that ends; the ends of a gather in the forward pass.

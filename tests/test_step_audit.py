@@ -632,7 +632,7 @@ def test_captures_that_serve_are_never_too_many(
     short = train(make(PerEpoch), tmp_path / "short", callback, **kwargs)
     assert short.counts.captures == 8
     assert any("8 captures in a row that served fewer than 32 replays" in r for r in short.counts.eager)
-    monkeypatch.setattr("lightning_cudagraph.capture.invalidation._FEW_REPLAYS", 4)
+    monkeypatch.setattr("lightning_cudagraph.capture.decisions.invalidation._FEW_REPLAYS", 4)
     served = train(make(PerEpoch), tmp_path / "served", callback, **kwargs)
     assert served.counts.captures == 10
 

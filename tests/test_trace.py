@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from lightning_cudagraph.timing.output.trace import TraceWriter, trace_of, write_trace
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, calls_of
+from lightning_cudagraph.timing.sinks.trace import TraceWriter, trace_of, write_trace
 from tests.perfetto import import_trace
 from tests.readings import gpt_readings
 

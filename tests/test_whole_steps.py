@@ -117,7 +117,7 @@ def test_without_the_optimizer_a_step_is_its_passes() -> None:
 
 
 def test_batches_that_are_timed_apart() -> None:
-    steps = WholeSteps([], apart=True)
+    steps = WholeSteps([], across_windows=True)
     first, between, _, last = batches(3, 4)
     for reading in (last, between, last, batches(2, 4)[0]):
         assert steps.joined(reading) is None

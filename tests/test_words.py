@@ -15,6 +15,8 @@ from tests.sources import FILES, ROOT, tree
 OPENINGS = ("What", "Who", "Whose", "Whether", "Which", "Where", "How", "When")
 # Words that hide who does something, or that have a plainer one.
 WORDS = re.compile(r"\b(somebody|nobody|whoever|anew|in the place of)\b", re.IGNORECASE)
+# Words in names that are not the field's.
+NAMES = {"company", "entitle", "excuse", "innards", "misfit", "nap", "spotter"}
 
 
 def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
@@ -45,4 +47,19 @@ def test_words_are_plain() -> None:
         for path in FILES
         for line, text in (*_docstrings(path), *_comments(path))
         if (found := WORDS.search(text))
+    ] == []
+
+
+def test_names_are_the_fields() -> None:
+    named = [
+        (f"{path.relative_to(ROOT)}:{node.lineno}", node.name)
+        for path in FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    ]
+    assert len(named) > 2000
+    assert [
+        found
+        for found in named
+        if NAMES & {*re.findall("[a-z]+", re.sub("([A-Z])", r"_\1", found[1]).lower())}
     ] == []

@@ -9,8 +9,9 @@ from time import perf_counter
 from typing import Generic, NamedTuple
 
 from lightning_cudagraph.capture.context import EngineContext
+from lightning_cudagraph.capture.decisions.invalidation import Invalidation
+from lightning_cudagraph.capture.gradients.external_references import ExternalReferences
 from lightning_cudagraph.capture.graph import CapturedStep, outside_inference_mode
-from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step, T
 from lightning_cudagraph.checks.audit.step_audit import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
@@ -21,7 +22,6 @@ from lightning_cudagraph.errors import CaptureError, CUDAGraphError, Finding, Un
 from lightning_cudagraph.processes.agreement import of_ranks
 from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.batch_signature import Signature
-from lightning_cudagraph.tensors.external_references import ExternalReferences
 from lightning_cudagraph.tensors.host_values import held, in_words, is_host_value
 from lightning_cudagraph.tensors.static import StaticBatch, refuse_shared_memory
 
@@ -210,7 +210,7 @@ class Captures(Generic[T]):
         failure: UnsupportedError | None = None
         raised = sent_back = ""
         try:
-            with ExternalReferences.of_captures_apart(), reads.noted():
+            with ExternalReferences.recounted_after_capture(), reads.noted():
                 captured = self._capture(step, signature)
         except SentBackError as error:
             sent_back = str(error)
@@ -275,7 +275,7 @@ class Captures(Generic[T]):
             maker.put_back_gradients(self._invalidation.admission.is_varied)
             self._copies.in_place = []
         else:
-            self._copies.move_apart(*step.parameters(), step.is_followed_by_user_code)
+            self._copies.copy_before_capture(*step.parameters(), step.is_followed_by_user_code)
         made: list[CapturedStep[T]] = []
         try:
             with ExitStack() as stack:

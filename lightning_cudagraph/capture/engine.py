@@ -9,9 +9,9 @@ from typing import Generic
 
 from lightning_cudagraph.capture.captures import Captures
 from lightning_cudagraph.capture.context import EngineContext, RunContext
+from lightning_cudagraph.capture.decisions.invalidation import Invalidation
+from lightning_cudagraph.capture.decisions.plans import Plans
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.invalidation import Invalidation
-from lightning_cudagraph.capture.plans import Plans
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature, GraphsOfSignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Phase, Step, T

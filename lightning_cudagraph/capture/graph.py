@@ -10,6 +10,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_cudagraph.capture.gradients.external_references import (
+    ExternalReferences,
+    Gradients,
+    adopt,
+    gradients_of,
+    in_memory_of,
+)
 from lightning_cudagraph.capture.gradients.gradient_copies import HandedOut
 from lightning_cudagraph.capture.gradients.step_gradients import StepGradients
 from lightning_cudagraph.capture.graph_breaks import GraphBreak
@@ -19,13 +26,6 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend, Graph
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import AskedFor, CaptureError
-from lightning_cudagraph.tensors.external_references import (
-    ExternalReferences,
-    Gradients,
-    adopt,
-    gradients_of,
-    in_memory_of,
-)
 from lightning_cudagraph.tensors.layouts import are_alike
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.static import StaticBatch
@@ -319,7 +319,7 @@ class CapturedStep(Generic[T]):
         self._holds = ExternalReferences([*every, *made], added)
 
     @property
-    def is_checked_apart(self) -> bool:
+    def is_replayed_after_check(self) -> bool:
         """True if a verification does not replace the step: hooks at graph breaks must run once only."""
         return self.has_breaks or self.has_breaks_anywhere
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.gradients.gradient_copies import HandedOut
-from lightning_cudagraph.errors import HookError
-from lightning_cudagraph.tensors.external_references import (
+from lightning_cudagraph.capture.gradients.external_references import (
     ExternalReferences,
     Gradients,
     gradients_of,
     overlap,
 )
+from lightning_cudagraph.capture.gradients.gradient_copies import HandedOut
+from lightning_cudagraph.errors import HookError
 from lightning_cudagraph.tensors.layouts import Layouts
 
 

@@ -175,7 +175,6 @@ class StreamChoice:
     because collectives are in them.
 
     Args:
-        wanted: a number, or `AutoStreams` for trials.
         agreement: that of processes that choose together. Without it, `AutoStreams` is one stream
             without trials in a process group.
     """

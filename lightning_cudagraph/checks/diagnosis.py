@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
 from lightning_cudagraph.device.refusals.consumers import LOGS, consumers
 from lightning_cudagraph.device.refusals.first_refusal import Gathered, gathering
+from lightning_cudagraph.device.refusals.grouping import grouped
 from lightning_cudagraph.device.saved_memory import undone
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
@@ -92,8 +92,8 @@ class Diagnosis:
         if self._looks_twice and self.error is None:
             self.error = error
             return False
-        calls = self._guards.all_mentioned().calls_apart
-        error.add_findings(self._found.findings, ended_by, partial(in_one, calls=calls))
+        calls = self._guards.all_mentioned().calls_without_tensors
+        error.add_findings(self._found.findings, ended_by, lambda found: grouped(in_one(found, calls)))
         self._found, self._changes, self.error = Gathered(), None, None
         return True
 

@@ -44,7 +44,7 @@ def check_installed() -> None:
     try:
         import_module("lightning.pytorch")
     except (ImportError, RuntimeError, OSError) as error:  # which one depends on what does not fit
-        if (culprit := _misfit(str(error))) is None:
+        if (culprit := _named_package(str(error))) is None:
             raise
         raise ImportError(
             f"`import lightning.pytorch` fails in {culprit}, which was built for another torch than"
@@ -75,7 +75,7 @@ def _version_of(package: str) -> str:
     return version(package)
 
 
-def _misfit(said: str) -> str | None:
+def _named_package(said: str) -> str | None:
     """The package that an error message names, with its version; None if it names none."""
     for package in _BUILT_FOR_TORCH:
         if package in said:

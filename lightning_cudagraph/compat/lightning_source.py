@@ -14,38 +14,34 @@ from functools import cache
 from types import CodeType
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer import call
-
 from lightning_cudagraph.compat.loop_probe import digest_of_calls
-from lightning_cudagraph.compat.names.lightning_names import (
-    _AutomaticOptimization,
-    _FitLoop,
-    _LoggerConnector,
-    _Loop,
-    _Progress,
-    _TrainingEpochLoop,
-)
+from lightning_cudagraph.compat.probes import found
 
-_NAMES: dict[Any, str] = {
-    _TrainingEpochLoop: """
+# By path, as in `names/lightning_names.py`, which has this probe in its table.
+_PYTORCH = "lightning.pytorch"
+_LOOPS = f"{_PYTORCH}.loops"
+_NAMES = {
+    f"{_LOOPS}.training_epoch_loop._TrainingEpochLoop": """
         run advance on_advance_end done _is_training_done global_step batch_idx _build_kwargs
         _accumulated_batches_reached _num_ready_batches_reached _should_accumulate update_lr_schedulers
         _update_learning_rates _should_check_val_fx _should_check_val_epoch
         _save_loggers_on_train_batch_end reset_restart_stage
     """,
-    _Loop: "on_iteration_done restarting",
-    _FitLoop: "_results _can_stop_early",
-    _AutomaticOptimization: "run _make_closure _make_zero_grad_fn _optimizer_step",
-    _LoggerConnector: """
+    f"{_LOOPS}.loop._Loop": "on_iteration_done restarting",
+    f"{_LOOPS}.fit_loop._FitLoop": "_results _can_stop_early",
+    f"{_LOOPS}.optimization.automatic._AutomaticOptimization": """
+        run _make_closure _make_zero_grad_fn _optimizer_step
+    """,
+    f"{_PYTORCH}.trainer.connectors.logger_connector.logger_connector._LoggerConnector": """
         on_batch_start on_batch_end update_train_step_metrics should_update_logs metrics log_metrics
     """,
-    _Progress: "increment_ready increment_started increment_processed increment_completed",
-    LightningOptimizer: "step",
-    pl.LightningModule: "optimizer_step",
-    pl.Trainer: "_results _active_loop training num_training_batches",
-    call: "_call_callback_hooks _call_lightning_module_hook",
+    f"{_LOOPS}.progress._Progress": """
+        increment_ready increment_started increment_processed increment_completed
+    """,
+    f"{_PYTORCH}.core.optimizer.LightningOptimizer": "step",
+    f"{_PYTORCH}.LightningModule": "optimizer_step",
+    f"{_PYTORCH}.Trainer": "_results _active_loop training num_training_batches",
+    f"{_PYTORCH}.trainer.call": "_call_callback_hooks _call_lightning_module_hook",
 }
 # The value of `digest`: the same in lightning 2.6.0 to 2.6.6.
 _KNOWN = frozenset({"3fa88ff282bb2af5b670aa3bc0f9b8b74bbc702b9069cdfd300eb1c59280380b"})
@@ -62,9 +58,8 @@ def is_known() -> bool:
 def digest_of_names() -> str:
     """SHA-256 of the names that the reimplemented functions mention, function by function."""
     try:
-        functions = [_function(owner, n) for owner, names in _NAMES.items() for n in names.split()]
-        mentioned = [sorted(_mentioned(inspect.unwrap(function).__code__)) for function in functions]
-    except AttributeError:  # another Lightning
+        mentioned = [sorted(_mentioned(inspect.unwrap(each).__code__)) for each in _functions()]
+    except (AttributeError, ImportError):  # another Lightning
         return ""
     return hashlib.sha256(repr(mentioned).encode()).hexdigest()
 
@@ -77,17 +72,17 @@ def _mentioned(code: CodeType) -> set[str]:
 def digest() -> str:
     """SHA-256 of the source of the reimplemented functions."""
     try:
-        sources = [
-            _source(_function(owner, n)) for owner, names in _NAMES.items() for n in names.split()
-        ]
-    except (AttributeError, OSError, TypeError):  # another Lightning, or one without sources
+        sources = [_source(function) for function in _functions()]
+    except (AttributeError, ImportError):  # another Lightning
+        return ""
+    except (OSError, TypeError):  # one without sources
         return ""
     return hashlib.sha256("".join(sources).encode()).hexdigest()
 
 
-def _function(owner: type, name: str) -> Any:
-    found = getattr(owner, name)
-    return found.fget if isinstance(found, property) else found
+def _functions() -> list[Any]:
+    values = [found(f"{owner}.{name}") for owner, names in _NAMES.items() for name in names.split()]
+    return [value.fget if isinstance(value, property) else value for value in values]
 
 
 @cache

@@ -21,9 +21,14 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _LoggerConnector
+from lightning_cudagraph.compat.probes import found
 
 _FOLDER = os.path.dirname(os.path.abspath(pl.__file__)) + os.sep
+# By path, as in `names/lightning_names.py`, whose table leads here.
+_FIT_LOOP = "lightning.pytorch.loops.fit_loop._FitLoop"
+_LOGGER_CONNECTOR = (
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector"
+)
 _BATCHES = 2
 
 
@@ -112,8 +117,8 @@ def _mock(accumulate: int) -> Any:
     )
     trainer.strategy = _Strategy(trainer)
     trainer.optimizers = [trainer.strategy._lightning_optimizers[0].optimizer]
-    trainer.fit_loop = _FitLoop(trainer)
-    trainer._logger_connector = _LoggerConnector(trainer)
+    trainer.fit_loop = found(_FIT_LOOP)(trainer)
+    trainer._logger_connector = found(_LOGGER_CONNECTOR)(trainer)
     trainer._active_loop, trainer._results = trainer.fit_loop, trainer.fit_loop.epoch_loop._results
     trainer._data_connector = SimpleNamespace(
         _datahook_selector=SimpleNamespace(get_instance=lambda name: module)

@@ -10,7 +10,7 @@ from lightning_cudagraph.compat.names.python_names import PYTHON
 from lightning_cudagraph.compat.names.tensorboard_names import TENSORBOARD
 from lightning_cudagraph.compat.names.torch_names import TORCH
 from lightning_cudagraph.compat.names.torchmetrics_names import TORCHMETRICS
-from lightning_cudagraph.compat.private_names import PrivateName, trouble_with
+from lightning_cudagraph.compat.probes import PrivateName, trouble_with
 from lightning_cudagraph.errors import CUDAGraphError
 
 TABLE: tuple[PrivateName, ...] = (*TORCH, *LIGHTNING, *TORCHMETRICS, *TENSORBOARD, *PYTHON)

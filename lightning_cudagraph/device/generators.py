@@ -41,7 +41,7 @@ class Generators:
         """Record the generators of random ops inside the `with` block."""
         # Not a dispatch mode, which would see more: under one, composite ops run with autocast off, and
         # some backward passes take another path (TensorSubclassLikeUtils.h).
-        with _Spotter(self._note):
+        with _NotingMode(self._note):
             yield
 
     def _note(self, generator: torch.Generator | None) -> None:
@@ -161,7 +161,7 @@ def _address(generator: torch.Generator) -> int:
 _Note = Callable[[torch.Generator | None], None]
 
 
-class _Spotter(OwnFunctionMode):
+class _NotingMode(OwnFunctionMode):
     def __init__(self, note: _Note) -> None:
         super().__init__()
         self._note = note

@@ -80,7 +80,6 @@ class UnknownWrites(OwnDispatchMode):
     """Finds writes into memory that is older than a run and not known, and undoes them.
 
     Args:
-        device_type: that of the run.
         known: tensors that may be written.
 
     Attributes:

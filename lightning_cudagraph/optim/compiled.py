@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_cudagraph.compat.attributes import do_nothing
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.optim.forms import Form
+from lightning_cudagraph.optim.supported_optimizers import Form
 
 
 def is_compiled(step: Callable[..., Any]) -> bool:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.optim.forms import Form
 from lightning_cudagraph.optim.host_arithmetic.host_program import HostScalar
 from lightning_cudagraph.optim.host_arithmetic.traced_step import TracedStep
+from lightning_cudagraph.optim.supported_optimizers import Form
 from lightning_cudagraph.tensors.host_values import value_of
 
 # An option that moves twice within so many calls (two or three a step) moves in every step.

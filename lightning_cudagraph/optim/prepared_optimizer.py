@@ -8,7 +8,7 @@ package, bit for bit, whichever steps are replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import ref
 
@@ -20,15 +20,23 @@ from torch.utils.hooks import RemovableHandle
 from lightning_cudagraph.checks.audit.step_audit import option_error
 from lightning_cudagraph.checks.verify.tape import floats_given
 from lightning_cudagraph.checks.walk.scope import Root
+from lightning_cudagraph.compat.attributes import bound, do_nothing
 from lightning_cudagraph.compat.method_patches import OwnHook
+from lightning_cudagraph.device.emulator.capturable_optimizers import allow_on_cpu
 from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.device.refusals.first_refusal import is_of_receiver
 from lightning_cudagraph.device.sentry.compiled import is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
-from lightning_cudagraph.optim.capturable import allow_on_cpu, not_asked_for
 from lightning_cudagraph.optim.compiled import is_compiled, refuse_changes
 from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
-from lightning_cudagraph.optim.forms import (
+from lightning_cudagraph.optim.groups import PreparedGroup, check_group
+from lightning_cudagraph.optim.host_arithmetic.host_program import HostProgram
+from lightning_cudagraph.optim.host_arithmetic.host_tensors import HostTensors
+from lightning_cudagraph.optim.host_arithmetic.scalar_ops import TensorScalarMode
+from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
+from lightning_cudagraph.optim.host_arithmetic.traced_step import TracedStep
+from lightning_cudagraph.optim.outcomes import Outcomes
+from lightning_cudagraph.optim.supported_optimizers import (
     HostSide,
     form_of,
     host_state_of,
@@ -38,13 +46,6 @@ from lightning_cudagraph.optim.forms import (
     roots_of_read,
     step_hooks,
 )
-from lightning_cudagraph.optim.groups import PreparedGroup, check_group
-from lightning_cudagraph.optim.host_arithmetic.host_program import HostProgram
-from lightning_cudagraph.optim.host_arithmetic.host_tensors import HostTensors
-from lightning_cudagraph.optim.host_arithmetic.scalar_ops import TensorScalarMode
-from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
-from lightning_cudagraph.optim.host_arithmetic.traced_step import TracedStep
-from lightning_cudagraph.optim.outcomes import Outcomes
 from lightning_cudagraph.tensors.local import address_of
 
 _AS_CAPTURED = (
@@ -269,7 +270,7 @@ class PreparedOptimizer(EagerOptimizer):
                 traced = self._tracing()
                 stack.enter_context(traced)
                 stack.enter_context(traced.selecting())
-                stack.enter_context(not_asked_for(self.optimizer))
+                stack.enter_context(_without_health_check(self.optimizer))
             self._traced = traced
             for prepared in self._groups:
                 prepared.swap_in(traced)
@@ -358,3 +359,12 @@ class PreparedOptimizer(EagerOptimizer):
             for hook in self._hooks:
                 stack.callback(hook.remove)
             stack.callback(self._tensors.let_go)
+
+
+def _without_health_check(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Patch out the step's refusal of a capture with counters on the host, where replays count them.
+
+    The method has another name from torch 2.13 on, or two.
+    """
+    names = [name for name in dir(optimizer) if name.endswith("_graph_capture_health_check")]
+    return bound((vars(optimizer), name, do_nothing) for name in names)

@@ -23,8 +23,8 @@ from lightning_cudagraph.compat.names.torch_names import _refresh_per_optimizer_
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.optim.compiled import is_compiled, is_in_compiled_code
-from lightning_cudagraph.optim.forms import is_of_torch
 from lightning_cudagraph.optim.gate import Gate
+from lightning_cudagraph.optim.supported_optimizers import is_of_torch
 
 
 class PreparedScaler:

@@ -26,9 +26,9 @@ from lightning_cudagraph.device.refusals.first_refusal import refuse
 from lightning_cudagraph.device.sentry.compiled import is_held, is_left_out
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_in_compiled_code
-from lightning_cudagraph.optim.forms import HostSide
 from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
+from lightning_cudagraph.optim.supported_optimizers import HostSide
 from lightning_cudagraph.tensors.host_values import HostValue, held, value_of
 
 

@@ -89,7 +89,7 @@ class Failures:
             # A thread that returns during the exit of Python would end the process with a signal.
             self._aborting.join(_ABORT_TIMEOUT_S)
 
-    def nap(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         """Sleep, and look for failures now and then."""
         self._closed.wait(seconds)
         self.look_now_and_then()

@@ -31,7 +31,7 @@ from lightning_cudagraph.processes.shared_page import SharedPage, machine
 
 T = TypeVar("T")
 
-_NAP_S = 0.0005
+_WAIT_S = 0.0005
 _POLL_S = 0.001
 # Time limit for other processes to reach the start of training, where they may still prepare something;
 # and the time after which a message says that this one waits.
@@ -148,14 +148,14 @@ class Peers:
 
     def _on_page(self, word: int) -> list[int]:
         assert self._page is not None
-        words = self._page.exchange(word, self._nap)
+        words = self._page.exchange(word, self._wait)
         if words is None:
             raise self._failures.error("it has left")
         return words
 
-    def _nap(self) -> None:
+    def _wait(self) -> None:
         with self._store_errors():
-            self._failures.nap(_NAP_S)
+            self._failures.wait(_WAIT_S)
         if monotonic() - self._since_s > self._timeout_s:
             raise self._failures.alone(
                 f"Another process has not come to this batch within {self._timeout_s:.0f} s, and rank"
@@ -252,7 +252,7 @@ class Peers:
         next_s = min(_NOTICE_AFTER_S, timeout_s or _NOTICE_AFTER_S)
         while not self._store.check(keys):
             try:
-                self._failures.nap(_POLL_S)
+                self._failures.wait(_POLL_S)
             except PeerError:
                 if self._store.check(keys):
                     return  # the other failed after it had written, as this process will by itself

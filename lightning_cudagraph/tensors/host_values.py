@@ -140,7 +140,6 @@ class _HostNumber(HostValue):
     """A number of which the step may read a part: a comparison, or what it computes with plain numbers.
 
     Args:
-        read: what it is of a host value.
         make_part: makes what the step gets for another part.
     """
 
@@ -281,7 +280,6 @@ class HostReads:
     """The reads of host values by captured steps.
 
     Args:
-        located: returns the line of the user's code that is running.
         are_all: all host values count, whether the step reads them or not.
 
     Attributes:

@@ -10,15 +10,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.compat.features import HELD_GRADIENTS
-from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.tensors.batch import copied_leaf
-from lightning_cudagraph.tensors.external_references import (
+from lightning_cudagraph.capture.gradients.external_references import (
     ExternalReferences,
     Gradients,
     gradients_of,
     overlap,
 )
+from lightning_cudagraph.compat.features import HELD_GRADIENTS
+from lightning_cudagraph.compat.tables import available
+from lightning_cudagraph.tensors.batch import copied_leaf
 from lightning_cudagraph.tensors.local import local
 from lightning_cudagraph.tensors.writes import storage_id
 
@@ -166,7 +166,7 @@ class GradientCopies:
         # User code keeps gradients of steps: that alone does not make a gradient one of its own.
         return [parameter for parameter in added if self._is_known(parameter)]
 
-    def move_apart(
+    def copy_before_capture(
         self, dropped: list[nn.Parameter], added: list[nn.Parameter], can_be_kept: Callable[[], bool]
     ) -> None:
         """Copy gradients that the step adds to before a capture, if there are external references.

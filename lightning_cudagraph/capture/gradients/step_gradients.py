@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from lightning_cudagraph.tensors.external_references import adopt, gradients_of, in_memory_of
+from lightning_cudagraph.capture.gradients.external_references import adopt, gradients_of, in_memory_of
 from lightning_cudagraph.tensors.layouts import Layouts
 
 

@@ -9,8 +9,8 @@ from typing import Any, Generic
 from torch import Tensor
 
 from lightning_cudagraph.capture.context import EngineContext
+from lightning_cudagraph.capture.decisions.invalidation import Invalidation
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.steps import Step, T
 from lightning_cudagraph.capture.verification.late_effects import LateEffects
 from lightning_cudagraph.checks.guards.remedies import kind_of
@@ -88,8 +88,8 @@ def replay_verified(
         state = step.all_state(captured.written)
         gradients = {str(i): gradient for i, (_, gradient) in enumerate(before) if gradient is not None}
         known = {**state, **gradients}
-        ways = eagerly, replay, not captured.is_checked_apart, trace
-        if captured.is_checked_apart:
+        ways = eagerly, replay, not captured.is_replayed_after_check, trace
+        if captured.is_replayed_after_check:
             # The verification skips graph breaks; the step itself is replayed after it.
             with captured.gradients.kept():
                 verifier.check(captured, state, *ways, suspicion, effects.words)
@@ -98,7 +98,7 @@ def replay_verified(
     except UnsupportedError as error:
         if not is_alone and not isinstance(error, VerificationError):
             raise  # the other processes are in the middle of the verification
-        if not captured.is_checked_apart:
+        if not captured.is_replayed_after_check:
             put_back_gradients()
         signature = step.signature
         if signature is not None and not captured.n_replays and len(engine.graphs) > 1:

@@ -39,7 +39,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class CallApart:
+class CallWithoutTensors:
     """The line of a call, and the name of the function."""
 
     location: Location
@@ -47,10 +47,11 @@ class CallApart:
 
 
 @dataclass
-class CallsApart:
+class CallsWithoutTensors:
     """The outermost calls without tensors in which user code ran first."""
 
-    _calls: dict[tuple[str, str], CallApart] = field(default_factory=dict)  # by file and function
+    # By file and function.
+    _calls: dict[tuple[str, str], CallWithoutTensors] = field(default_factory=dict)
     _without_tensors: set[int] = field(default_factory=set)  # ids of code
 
     def note(self, frame: FrameType) -> None:
@@ -61,12 +62,12 @@ class CallsApart:
         for inner, outer in pairwise(_users_frames(frame)):
             if id(inner.f_code) in self._without_tensors:
                 line = location_in(outer.f_code, outer.f_lineno)
-                self._calls[_key(location_in(code, 0))] = CallApart(line, inner.f_code.co_name)
+                self._calls[_key(location_in(code, 0))] = CallWithoutTensors(line, inner.f_code.co_name)
 
-    def add(self, others: CallsApart) -> None:
+    def add(self, others: CallsWithoutTensors) -> None:
         self._calls |= others._calls
 
-    def of(self, finding: Finding) -> CallApart | None:
+    def of(self, finding: Finding) -> CallWithoutTensors | None:
         """The call in which the line of a finding ran."""
         if finding.location is None or finding.in_optimizer:
             return None
@@ -94,10 +95,10 @@ def _has_tensors(frame: FrameType) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_iter(dict(frame.f_locals)))
 
 
-def in_one(findings: Iterable[Finding], calls: CallsApart) -> list[Finding]:
+def in_one(findings: Iterable[Finding], calls: CallsWithoutTensors) -> list[Finding]:
     """Put all findings in a call without tensors into one, if many of them are effects."""
     findings = [*findings]
-    inside: dict[CallApart, list[Finding]] = {}
+    inside: dict[CallWithoutTensors, list[Finding]] = {}
     for each in findings:
         if (call := calls.of(each)) is not None:
             inside.setdefault(call, []).append(each)
@@ -119,7 +120,7 @@ def _line(finding: Finding) -> tuple[str, int]:
     return finding.location.path, finding.location.line
 
 
-def _as_one(call: CallApart, group: list[Finding]) -> Finding:
+def _as_one(call: CallWithoutTensors, group: list[Finding]) -> Finding:
     names = [*dict.fromkeys(name for each in group for name in _NAME.findall(each.what)[:1])]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return Finding(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from lightning_cudagraph.checks.audit.calls_apart import CallsApart
+from lightning_cudagraph.checks.audit.calls_apart import CallsWithoutTensors
 from lightning_cudagraph.device.lines.user_lines import is_user_code
 
 # Functions that find an attribute by a string.
@@ -37,7 +37,7 @@ class MentionedNames:
         reads: functions that read again a seldom-changing value that the step has read, by its label.
         attributes: attributes of host objects that were read: namespace, name, and owner, in words.
         users_code: user code, in the order of its first runs.
-        calls_apart: the calls without tensors that user code runs in.
+        calls_without_tensors: the calls without tensors that user code runs in.
     """
 
     names: set[str] = field(default_factory=set)
@@ -50,7 +50,7 @@ class MentionedNames:
     reads: dict[str, Callable[[], Any]] = field(default_factory=dict)
     attributes: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
     users_code: list[CodeType] = field(default_factory=list)
-    calls_apart: CallsApart = field(default_factory=CallsApart)
+    calls_without_tensors: CallsWithoutTensors = field(default_factory=CallsWithoutTensors)
     _made_inside: set[int] = field(default_factory=set)
 
     @classmethod
@@ -68,7 +68,7 @@ class MentionedNames:
             whole.reads |= part.reads
             whole.attributes += part.attributes
             whole.users_code += part.users_code
-            whole.calls_apart.add(part.calls_apart)
+            whole.calls_without_tensors.add(part.calls_without_tensors)
         return whole
 
     def note(self, frame: FrameType) -> None:
@@ -76,7 +76,7 @@ class MentionedNames:
         code, namespace = frame.f_code, frame.f_globals
         self.names.update(code.co_names)
         self._add_users_code(code)
-        self.calls_apart.note(frame)
+        self.calls_without_tensors.note(frame)
         for name in code.co_names:
             if name not in namespace:
                 if type(vars(builtins).get(name, print)) not in _OF_PYTHON:

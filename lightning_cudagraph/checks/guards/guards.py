@@ -1,4 +1,6 @@
-"""Guards: compare what a graph bakes in, besides the batch, with the present.
+"""Guards: the comparison of what a graph bakes in, besides the batch, with the present.
+
+`capture/decisions/invalidation.py` decides by it which graphs are stale.
 
 A capture bakes in parameters, buffers, their addresses and layouts, optimizer state, submodules and
 their modes, classes and their functions, hyperparameters, Python values that the step mentions, hooks
@@ -213,7 +215,7 @@ class Guards:
         mentioned: MentionedNames,
         outside: list[Root],
         ignored: Collection[tuple[str, str]] = (),
-        is_apart: Callable[[Moved], bool] = lambda moved: False,
+        is_ignored: Callable[[Moved], bool] = lambda moved: False,
     ) -> Walk:
         """A walk over the objects that the steps can reach: modules, globals, closures and others."""
         users = self._named(mentioned.of_users_objects())
@@ -230,7 +232,7 @@ class Guards:
 
         omitted = _rates_unless_mentioned(mentioned, users)
         stops, known = self._unguarded.stops, self._unguarded.known
-        scope = Scope(stops, ignored, users, modules, omitted, apart=TABLES, closed=known)
+        scope = Scope(stops, ignored, users, modules, omitted, by_identity=TABLES, closed=known)
         roots = [
             Root(os.environ, "os.environ", "the process"),
             Root(sys.argv, "sys.argv", "the process"),
@@ -248,7 +250,7 @@ class Guards:
         for value, name, of in mentioned.roots:
             if all(value is not other for other in self._external.around.values()):
                 roots.append(Root(value, name, of, by_name=True))
-        return Walk(roots, scope, is_apart)
+        return Walk(roots, scope, is_ignored)
 
     def _named(self, names: set[str]) -> frozenset[str]:
         """The names that are compared: without unwatched ones and dunder names."""
@@ -306,8 +308,8 @@ class Guards:
             spaces.setdefault(id(space), (space, of, set()))[2].add(name)
         for space, of, names in spaces.values():
             named = frozenset(names - self._unguarded.names)
-            yield Root(Namespace(space), "", of, reads=named - hooks.names_apart)
-            yield Root(Namespace(space), "", of, reads=named & hooks.names_apart, behind=hooks.names)
+            yield Root(Namespace(space), "", of, reads=named - hooks.only_in_hooks)
+            yield Root(Namespace(space), "", of, reads=named & hooks.only_in_hooks, behind=hooks.names)
         for cell, name, function in mentioned.cells(hooks.functions):
             if name not in self._unguarded.names:
                 yield Root(cell, name, f"the closure of `{function}`")
@@ -399,7 +401,7 @@ class Guards:
             self._one_pass = one_pass
         return None
 
-    def set_apart(self) -> HostAttribute | None:
+    def add_to_signature(self) -> HostAttribute | None:
         """Make the attribute of the last change part of the signature, if its value recurs."""
         moved, self._moved = self._moved, None
         attribute = None if moved is None else self.recurring.add(moved)

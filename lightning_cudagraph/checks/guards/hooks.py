@@ -35,7 +35,7 @@ class HookRoots:
     Attributes:
         names: what is read behind a hook.
         functions: the ids of hooks that are functions.
-        names_apart: what code of hooks alone names, and no other code of the step.
+        only_in_hooks: what code of hooks alone names, and no other code of the step.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class HookRoots:
         self.functions = frozenset(map(id, functions))
         own = {id(function.__code__) for function in functions}
         others = mentioned.in_code(code for code in codes if id(code) not in own)
-        self.names_apart = mentioned.in_code(code for code in codes if id(code) in own) - others
+        self.only_in_hooks = mentioned.in_code(code for code in codes if id(code) in own) - others
 
     def __iter__(self) -> Iterator[Root]:
         for kind, called in self._called:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any
 
-from lightning_cudagraph.checks.walk.quick import apart
+from lightning_cudagraph.checks.walk.quick import with_ends
 from lightning_cudagraph.checks.walk.versions import Versions
 
 _VIEW: Any = type({}.values())
@@ -32,7 +32,7 @@ class Members:
         # Each once, because one number for each is read before each replay; of an empty one, none.
         self.versions = Versions({id(each): each for each in held if each}.values())
         others = [part for part in parts if type(part) is not _VIEW]
-        self.lists: list[Any] = apart(part for part in others if part)
+        self.lists: list[Any] = with_ends(part for part in others if part)
         self.empty = [part for part in (*others, *held) if not part]
         self._were = [*chain.from_iterable(self.lists)]
 

@@ -29,7 +29,7 @@ class OnePass:
     def __init__(self, structure: Structure, quick: QuickComparison) -> None:
         self.quick = quick
         self._structure = structure
-        self._holders = quick.apart
+        self._holders = quick.holders
         self._iterated = [*quick.ordered, *structure.members.lists]
         self._were = self._now = self._referents()
         self._empty: list[dict[Any, Any]] = []

@@ -277,7 +277,7 @@ class Verifier:
                     if not self._somewhere(is_open):
                         break
                 if same_random_state and (differing or again):
-                    note = _excuse(history, is_lenient, again, seen, found)
+                    note = _reason_to_differ(history, is_lenient, again, seen, found)
                     if note is None:
                         failure = verification_error(again, expected.values, found, {*outputs})
                         doubted, differing = seen, again
@@ -423,7 +423,7 @@ class Verifier:
             self.notes.append(text)
 
 
-def _excuse(
+def _reason_to_differ(
     history: _History, is_lenient: bool, differing: list[str], seen: ComparedReplays, found: _Values
 ) -> str | None:
     """The reason why the last replay may differ, for the report; None if it may not."""

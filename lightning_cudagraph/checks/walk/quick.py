@@ -19,7 +19,7 @@ from lightning_cudagraph.tensors.layouts import Layouts
 _END = (object(),)
 
 
-def apart(objects: Iterable[Any]) -> list[Any]:
+def with_ends(objects: Iterable[Any]) -> list[Any]:
     """Some objects, each with an end behind it."""
     return [*chain.from_iterable(zip(objects, repeat(_END)))]
 
@@ -39,7 +39,7 @@ class QuickComparison:
     """The nodes of a walk, and what of them can have changed.
 
     Attributes:
-        apart: the objects whose referents are compared, with ends.
+        holders: the objects whose referents are compared, with ends.
         ordered: the keys of those that are dictionaries, with ends.
         read: the nodes that can only be read one by one.
         large: those that are compared in pauses.
@@ -51,10 +51,10 @@ class QuickComparison:
         self.in_dicts = [*of_dicts, *picked]
         self._held = [node for node in held if type(node.holder) is not dict]
         holders = [node.holder for node in self._held]
-        self.apart = apart(holders)
+        self.holders = with_ends(holders)
         # The garbage collector does not show keys that are strings.
         keys = [OrderedDict.keys(h) for h in holders if issubclass(type(h), OrderedDict)]
-        self.ordered = apart([*keys, *(dict.keys(h) for h in holders if issubclass(type(h), dict))])
+        self.ordered = with_ends([*keys, *(dict.keys(h) for h in holders if issubclass(type(h), dict))])
         self.read = [node for node in nodes if node.holder is None and not node.is_large]
         self.large = [node for node in nodes if node.is_large]
         self._tensors = tensors
@@ -67,14 +67,14 @@ class QuickComparison:
 
     def remember(self) -> None:
         self.dicts.remember(self.dicts.changed())
-        self._were = referents(self.apart, self.ordered)
+        self._were = referents(self.holders, self.ordered)
         counts = [len(gc.get_referents(node.holder, _END)) for node in self._held]
         self._ends = [*accumulate(counts)] or [0]
 
     def moved(self) -> list[Node]:
         """The nodes that can have changed, without those of dictionaries."""
         suspects: list[Node] = []
-        now = referents(self.apart, self.ordered)
+        now = referents(self.holders, self.ordered)
         if len(now) != len(self._were) or len(now) < self._ends[-1]:
             suspects += self._held
         elif not all(map(operator.is_, now, self._were)):

@@ -55,7 +55,7 @@ class Scope:
         in_capture: the walk watches a captured step. It enters containers and objects of the user's
             classes, but no library objects, which fill caches; draws from host generators count as
             changes; and until `release` iterators are replaced by ones that refuse draws.
-        apart: names of tables of a module that are compared by identity, and not entered.
+        by_identity: names of tables of a module that are compared by identity, and not entered.
         enters: classes whose objects are entered, although walks stop at them by default.
         closed: objects that are not entered.
     """
@@ -68,5 +68,5 @@ class Scope:
     in_capture: bool = False
     harmless: frozenset[str] = frozenset()
     enters: tuple[type, ...] = ()
-    apart: frozenset[str] = frozenset()
+    by_identity: frozenset[str] = frozenset()
     closed: tuple[object, ...] = ()

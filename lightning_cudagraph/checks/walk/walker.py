@@ -98,16 +98,16 @@ class Walk:
     """A record of the objects that some roots reach, made when the roots are added.
 
     Args:
-        is_apart: True for a change that is none of a record; asked at each comparison.
+        is_ignored: True for a change that is none of a record; asked at each comparison.
     """
 
     def __init__(
         self,
         roots: Iterable[Root] = (),
         scope: Scope = _EVERYTHING,
-        is_apart: Callable[[Moved], bool] = lambda moved: False,
+        is_ignored: Callable[[Moved], bool] = lambda moved: False,
     ) -> None:
-        self._is_apart = is_apart
+        self._is_ignored = is_ignored
         self._scope = scope
         self._stops = (*(stop for stop in _STOPS if stop not in scope.enters), *scope.stops)
         self._roots = [*roots]
@@ -180,7 +180,7 @@ class Walk:
         return filter(self._counts, node.changes())
 
     def _counts(self, moved: Moved) -> bool:
-        return (moved.of, moved.path) not in self._scope.ignored and not self._is_apart(moved)
+        return (moved.of, moved.path) not in self._scope.ignored and not self._is_ignored(moved)
 
     def record_again(self) -> None:
         for node in self._all_nodes():
@@ -417,11 +417,14 @@ class Walk:
         if node.draws:
             return
         is_fixed = node.write is None and (root.is_fixed or not issubclass(type(node.owner), tuple))
-        apart = {*_OWN, *(self._scope.apart if issubclass(type(node.owner), nn.Module) else ())}
+        not_entered = {
+            *_OWN,
+            *(self._scope.by_identity if issubclass(type(node.owner), nn.Module) else ()),
+        }
         is_of_modules = issubclass(type(node.owner), type) and issubclass(node.owner, nn.Module)
         is_of_modules &= not self._scope.in_capture
         for label, part in node.parts.items():
-            if type(part) in VALUES or node.ignores(label) or label in apart:
+            if type(part) in VALUES or node.ignores(label) or label in not_entered:
                 continue
             if is_of_modules and not node.was_read(label):
                 continue  # a method that the step does not call

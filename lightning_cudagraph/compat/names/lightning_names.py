@@ -13,7 +13,7 @@ from lightning_cudagraph.compat.features import (
     TIMES,
     TRAINING,
 )
-from lightning_cudagraph.compat.private_names import (
+from lightning_cudagraph.compat.probes import (
     PrivateName,
     accepts,
     imported,

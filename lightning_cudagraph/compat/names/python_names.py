@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_cudagraph.compat.features import CAPTURES
-from lightning_cudagraph.compat.private_names import PrivateName
+from lightning_cudagraph.compat.probes import PrivateName
 
 PYTHON = (
     PrivateName("sys._getframe", (CAPTURES,), lambda f: f(0).f_code.co_name),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE
-from lightning_cudagraph.compat.private_names import members
+from lightning_cudagraph.compat.probes import members
 
 _FILE_WRITER = "tensorboard.summary.writer.event_file_writer"
 

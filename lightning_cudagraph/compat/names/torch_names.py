@@ -21,7 +21,7 @@ from lightning_cudagraph.compat.features import (
     SHARDS,
     TIMES,
 )
-from lightning_cudagraph.compat.private_names import (
+from lightning_cudagraph.compat.probes import (
     PrivateName,
     accepts,
     imported,

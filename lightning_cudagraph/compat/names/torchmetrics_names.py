@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_cudagraph.compat.features import COUNTED_CLASSES, METRICS
-from lightning_cudagraph.compat.private_names import PrivateName, accepts, members, named
+from lightning_cudagraph.compat.probes import PrivateName, accepts, members, named
 
 _METRIC = "torchmetrics.Metric"
 _COLLECTION = "torchmetrics.MetricCollection"

@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 from lightning_cudagraph.compat.attributes import OfThread, setting
+from lightning_cudagraph.device.refusals.grouping import grouped
 from lightning_cudagraph.errors import CaptureError, Finding, Location, UnsupportedError
 from lightning_cudagraph.tensors.host_values import names_a_class
 
@@ -162,7 +163,8 @@ def refuse_together(*checks: Callable[[], object]) -> None:
     """Make all checks, and raise the first error of one, with the findings of the others."""
     errors = [error for check in checks if (error := _error_of(check)) is not None]
     if errors:
-        errors[0].add_findings(finding for error in errors for finding in error.findings)
+        found = (finding for error in errors for finding in error.findings)
+        errors[0].add_findings(found, group=grouped)
         raise errors[0]
 
 

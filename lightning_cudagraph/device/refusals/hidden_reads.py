@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.compat.private_names import found_or_stand_in
+from lightning_cudagraph.compat.probes import found_or_stand_in
 from lightning_cudagraph.device.refusals.host_reads import Words
 
 

@@ -20,7 +20,7 @@ from lightning_cudagraph.optim.host_arithmetic.host_program import State
 
 
 @contextmanager
-def out_of_sight() -> Iterator[None]:
+def hidden_from_modes() -> Iterator[None]:
     """Hide operations on host tensors from the modes of a capture."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
@@ -115,7 +115,7 @@ class HostTensors:
         `load_state_dict` puts all but `step` on the device of the parameter, where each step waits for
         the value.
         """
-        with out_of_sight():
+        with hidden_from_modes():
             for state, name in self._read_on_host():
                 if (value := state[name]).device.type != "cpu":
                     self._brought.append((state, name, value))
@@ -132,7 +132,7 @@ class HostTensors:
     def gather(self) -> None:
         """Group equal tensors into contiguous memory, unless the groups still hold."""
         by_value: dict[Any, list[Tensor]] = {}
-        with out_of_sight():
+        with hidden_from_modes():
             found = self.found()
             known = {id(tensor) for alike in self.alike for tensor in alike.members}
             is_same = known == {id(tensor) for _, tensor in found} and self.are_alike()
@@ -162,7 +162,7 @@ class HostTensors:
 
     def let_go(self) -> None:
         """Give each tensor memory of its own again, on the device where it was."""
-        with out_of_sight():
+        with hidden_from_modes():
             for alike in self.alike:
                 for member in alike.members:
                     member.set_(member.clone().untyped_storage(), 0, (), ())

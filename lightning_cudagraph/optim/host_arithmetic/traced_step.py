@@ -30,7 +30,7 @@ from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.optim.gate import gate_of
 from lightning_cudagraph.optim.host_arithmetic.host_program import HostProgram, HostScalar, State
-from lightning_cudagraph.optim.host_arithmetic.host_tensors import Alike, HostTensors, out_of_sight
+from lightning_cudagraph.optim.host_arithmetic.host_tensors import Alike, HostTensors, hidden_from_modes
 from lightning_cudagraph.optim.host_arithmetic.refusal import refused
 from lightning_cudagraph.optim.host_arithmetic.scalar_ops import any_sparse, is_gated_write, with_tensors
 from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage, StagedNumbers
@@ -87,7 +87,7 @@ class TracedStep(OwnFunctionMode):
         self._starts: dict[int, int] = {}
         self._used: set[int] = set()  # ids of the state that the step has read
         for alike in tensors.alike:
-            with out_of_sight():
+            with hidden_from_modes():
                 node = program.source(alike.key, alike.read, alike.read())
             self._starts[id(alike)] = node
             self._nodes.update((id(member), (member, node)) for member in alike.members)
@@ -130,7 +130,7 @@ class TracedStep(OwnFunctionMode):
             # host.
             return args[0].masked_fill_(*args[1:])
         if is_host and self._is_of_host(args[0]):
-            with out_of_sight():
+            with hidden_from_modes():
                 return self._on_host(func, args, kwargs)
         if is_host:
             args, kwargs = tree_map(self._for_device, (args, kwargs))
@@ -241,7 +241,7 @@ class TracedStep(OwnFunctionMode):
 
     def _made(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a tensor from a number, or from a host tensor."""
-        with out_of_sight():
+        with hidden_from_modes():
             on_host = self._recorded(func, args, {**kwargs, "device": torch.device("cpu")})
         if _device_of(kwargs).type == "cpu":
             return on_host
@@ -296,7 +296,7 @@ class TracedStep(OwnFunctionMode):
         """Run the host program around each replay of the graph from now on, at the end of a step."""
         work, program, stage, tensors = work_under_capture(), self.program, self._stage, self._tensors
         moves, staged = self._moves, self._fills
-        with out_of_sight():
+        with hidden_from_modes():
             for alike in tensors.alike:
                 self._split(alike)
         moves[:] = [(each, node) for each in tensors.alike if (node := self._end_of(each)) is not None]

@@ -39,10 +39,11 @@ _NOT_CALLED = "the step does not call it, or past its hooks only (`.forward()`, 
 _OF_PARAMETERS = 2**64 - 1
 
 
-def _tensors_in(tree: Any) -> Iterator[Tensor]:
+def _tensors_of_layer(tree: Any) -> Iterator[Tensor]:
     """The tensors in a layer's output, found without a call of user code.
 
-    Containers of unknown types are skipped: a mark is lost then, and not the run.
+    Of more containers than `tensors_in` of `tensors/writes.py` knows, because it runs once a call of a
+    layer, and not for each op. Those of unknown types are skipped: a mark is lost then, and not the run.
     """
     pending, seen = [tree], set[int]()
     while pending:
@@ -69,7 +70,7 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
 def _nodes_of(tree: Any) -> list[Any]:
     """The nodes that have made the tensors of a tree."""
     nodes = []
-    for tensor in _tensors_in(tree):
+    for tensor in _tensors_of_layer(tree):
         # A view whose base was written to may have no node any more. That is an error only if the step
         # uses the view.
         with suppress(RuntimeError):

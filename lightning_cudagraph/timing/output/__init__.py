@@ -1,1 +1,1 @@
-"""Destinations of times: the report, tables, pictures, trace files, and TensorBoard."""
+"""The report of a run, and tables of its times, as text."""

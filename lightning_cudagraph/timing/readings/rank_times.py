@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import (
     EXPOSED_TAG,
     RANKS_TAG,
@@ -31,6 +30,7 @@ from lightning_cudagraph.timing.readings.spans import (
     Reading,
 )
 from lightning_cudagraph.timing.readings.windows import Times, WindowSummary, column_times
+from lightning_cudagraph.timing.sinks.sink import Sink
 
 # The parts of steps that processes exchange. The first three are computed from the others.
 _PARTS = (

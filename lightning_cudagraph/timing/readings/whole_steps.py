@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from lightning_cudagraph.timing.readings.sinks import Sink, Sinks
 from lightning_cudagraph.timing.readings.spans import (
     MAX_LAYOUTS,
     STAGE_TAGS,
@@ -16,6 +15,7 @@ from lightning_cudagraph.timing.readings.spans import (
     SpanLayout,
 )
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
+from lightning_cudagraph.timing.sinks.sink import Sink, Sinks
 
 
 class WholeSteps(Sinks):
@@ -24,15 +24,15 @@ class WholeSteps(Sinks):
     The readings of an accumulation window are joined, as if its micro-batches were one long step. So the
     time of a layer is the sum over all micro-batches, and the optimizer's share is of the whole window.
     A window without a reading of each, because a micro-batch was eager, is skipped. If micro-batches are
-    timed `apart`, in different windows, a missing reading is replaced by the last of its accumulation
-    phase (first or middle).
+    timed `across_windows`, each in another one, a missing reading is replaced by the last of its
+    accumulation phase (first or middle).
     """
 
-    def __init__(self, sinks: Sequence[Sink], apart: bool = False) -> None:
+    def __init__(self, sinks: Sequence[Sink], across_windows: bool = False) -> None:
         super().__init__(sinks)
-        self._apart = apart
+        self._across_windows = across_windows
         self._batches: list[Reading] = []
-        # If timed apart: the last reading of a first micro-batch (True), and of a middle one (False).
+        # If so: the last reading of a first micro-batch (True), and of a middle one (False).
         self._kinds: dict[bool, Reading] = {}
         self._layout_of = lru_cache(MAX_LAYOUTS)(_joined_layout)
 
@@ -45,9 +45,9 @@ class WholeSteps(Sinks):
         """Add the reading of a micro-batch; return that of the window that it completes."""
         if reading.batch == 0 and reading.is_last:
             return reading
-        return self._add_apart(reading) if self._apart else self._add_next(reading)
+        return self._add_across(reading) if self._across_windows else self._add_next(reading)
 
-    def _add_apart(self, reading: Reading) -> Reading | None:
+    def _add_across(self, reading: Reading) -> Reading | None:
         if not reading.is_last:
             self._kinds[reading.batch == 0] = reading
             return None

@@ -15,11 +15,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningCLI
 from lightning_utilities.core.imports import RequirementCache
 
-# By its public name, as scripts do: the callback is above this folder.
-from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.lines.shown_frames import shows_all_frames
 from lightning_cudagraph.device.lines.user_lines import location_of
+from lightning_cudagraph.trainer.callbacks.cuda_graph_callback import CUDAGraphCallback
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
 _CLI_REQUIREMENT = RequirementCache("jsonargparse[signatures]>=4.39")

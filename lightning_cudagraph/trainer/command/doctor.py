@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
-from lightning_cudagraph.errors import Finding, UnsupportedError, together
+from lightning_cudagraph.device.refusals.grouping import grouped
+from lightning_cudagraph.errors import Finding, UnsupportedError
 from lightning_cudagraph.tensors.signatures import NotCaptured
 from lightning_cudagraph.timing.output.stages import AFTER_PAUSES
 from lightning_cudagraph.timing.output.summary import RunSummary
@@ -204,7 +205,7 @@ def _report(
     return DiagnosisReport(
         step=f"{type(module).__qualname__}.training_step",
         backend=summary.backend,
-        findings=tuple(sorted(together(found), key=_line)),
+        findings=tuple(sorted(grouped(found), key=_line)),
         search_ended_by=ended,
         notes=(*summary.notes, *stale, *([] if found else eager), *others),
         replayed_steps=fit.replayed,

@@ -57,7 +57,7 @@ def _wrong(name: str, value: object, expected: str) -> ConfigurationError:
     return wrong_argument(_CALLBACK, name, value, expected)
 
 
-def check_company(trainer: pl.Trainer, kind: type[Callback], is_off: bool) -> None:
+def check_trainer(trainer: pl.Trainer, kind: type[Callback], is_off: bool) -> None:
     """Refuse a trainer that is not of `lightning.pytorch`, or has incompatible callbacks."""
     foreign = [c for c in type(trainer).__mro__ if c.__module__.startswith("pytorch_lightning")]
     if foreign:

@@ -48,9 +48,6 @@ class LoggedStep:
 
     Made inside the capture: it packs the values and the loss, one tensor for each dtype, so that after a
     replay one copy each takes them out of the graph's memory.
-
-    Args:
-        slots: the sums that the graph has added to, by key.
     """
 
     def __init__(
@@ -141,7 +138,7 @@ class LoggedStep:
             values.update(zip(indices, packed.clone().unbind(), strict=True))
         if self._events:
             if self.sums.live:
-                self._book(trainer, values, replays, is_late)
+                self._update_results(trainer, values, replays, is_late)
             else:
                 self._log_again(trainer, list(enumerate(self._events)), values)
         if self._is_last:
@@ -150,7 +147,9 @@ class LoggedStep:
             return values.get(_LOSS)
         return self._loss.clone()
 
-    def _book(self, trainer: pl.Trainer, values: dict[_Key, Any], replays: int, is_late: bool) -> None:
+    def _update_results(
+        self, trainer: pl.Trainer, values: dict[_Key, Any], replays: int, is_late: bool
+    ) -> None:
         """Update the bookkeeping of Lightning's objects for values that the graph has added up."""
         for slot, index, log in self._added:
             if slot.is_held():

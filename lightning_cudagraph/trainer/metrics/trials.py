@@ -78,7 +78,7 @@ class MetricTrials:
         self, name: str, metric: Metric, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
         """The reason why a call cannot be in a graph, in a few words; None if it can."""
-        if (reason := self._at_sight(metric, method)) is not None:
+        if (reason := self._reason_without_trial(metric, method)) is not None:
             return reason
         rng_state = self._backend.rng_state()
         try:
@@ -104,7 +104,7 @@ class MetricTrials:
         """The states of the generators of the device and of the host, in host memory."""
         return torch.cat([self._backend.rng_state(), torch.get_rng_state()])
 
-    def _at_sight(self, metric: Metric, method: str) -> str | None:
+    def _reason_without_trial(self, metric: Metric, method: str) -> str | None:
         if any(True for _ in metric.parameters()):
             return "it holds a network"
         for _, inner in metrics_of(metric):

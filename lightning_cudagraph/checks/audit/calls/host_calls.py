@@ -178,7 +178,7 @@ class HostCalls:
             code = frame.f_code
             if id(code) not in self._seen:
                 self._seen[id(code)] = code
-                self._first_sight(frame)
+                self._note_names(frame)
             if id(code) in self._seeds:
                 self._refuse_seed(self._seeds[id(code)], frame.f_back)
             caller = frame.f_back
@@ -401,7 +401,7 @@ class HostCalls:
     def _allows(self, name: str) -> bool:
         return bool({name, short_name(name), name.removesuffix("()")} & self._rules.harmless)
 
-    def _first_sight(self, frame: FrameType) -> None:
+    def _note_names(self, frame: FrameType) -> None:
         """Record the names of a piece of code before it runs for the first time."""
         code = frame.f_code
         if str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE):

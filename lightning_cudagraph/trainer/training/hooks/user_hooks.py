@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_cudagraph.optim.forms import attributes_and_items
+from lightning_cudagraph.optim.supported_optimizers import attributes_and_items
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
 

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.optim.forms import step_hooks
 from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
+from lightning_cudagraph.optim.supported_optimizers import step_hooks
 
 # Fewer replays than this are not worth a measurement, which takes some tens of milliseconds.
 _MIN_REPLAYS = 500

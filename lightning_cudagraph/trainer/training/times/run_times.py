@@ -32,20 +32,20 @@ from lightning_cudagraph.timing.layers.layer_selection import (
     untimed_notes,
     without_curves,
 )
-from lightning_cudagraph.timing.output.dashboard import Dashboard
 from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_text
 from lightning_cudagraph.timing.output.report import time_lines
 from lightning_cudagraph.timing.output.step_times import EagerSummary, StepTimes
 from lightning_cudagraph.timing.output.summary import RunSummary
-from lightning_cudagraph.timing.output.tensorboard.charts import StepBand, StepLine
-from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter, other_loggers_writer
-from lightning_cudagraph.timing.output.trace import TraceWriter
 from lightning_cudagraph.timing.readings.rank_times import RankTable, RankTimes, SharedRun
-from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.readings.windows import ReadingWindow
+from lightning_cudagraph.timing.sinks.dashboard import Dashboard
+from lightning_cudagraph.timing.sinks.sink import Sink
+from lightning_cudagraph.timing.sinks.tensorboard.charts import StepBand, StepLine
+from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter, other_loggers_writer
+from lightning_cudagraph.timing.sinks.trace import TraceWriter
 from lightning_cudagraph.trainer.common.profilers import delay_notes
 from lightning_cudagraph.trainer.common.replicas import has_replicas
 from lightning_cudagraph.trainer.config.support import callbacks_of
@@ -162,7 +162,7 @@ class RunTimes:
         self.host = HostTimes(backend)
         self.host.waits.append(lambda: self.clock.device_waits_s)
         self.eager_clock = FitClock(
-            backend, [WholeSteps([self.eager], apart=True)], min(self._every_n_steps, 1)
+            backend, [WholeSteps([self.eager], across_windows=True)], min(self._every_n_steps, 1)
         )
 
     @property

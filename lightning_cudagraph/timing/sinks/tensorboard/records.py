@@ -21,8 +21,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_cudagraph.timing.output.tensorboard.crc32c import AlikeRows, masked_crc32c
 from lightning_cudagraph.timing.readings.spans import MAX_LAYOUTS, Reading, SpanLayout
+from lightning_cudagraph.timing.sinks.tensorboard.crc32c import AlikeRows, masked_crc32c
 
 # A function that reduces a layout to the spans that have curves, under the tags of these.
 Curves = Callable[[SpanLayout], SpanLayout]

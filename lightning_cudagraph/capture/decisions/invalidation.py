@@ -1,4 +1,7 @@
-"""Invalidation: graphs that no longer match the step are released, then captured again or given up."""
+"""Invalidation: the decision that a graph is stale, by what the guards find, and its release.
+
+Graphs that no longer match the step are captured again, or given up.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class Invalidation(Generic[T]):
         """The first change that makes graphs stale; attributes with values that recur make none."""
         guards, reads = self._guards, self._graphs.reads
         while change := guards.changed():
-            if (attribute := guards.set_apart()) is None:
+            if (attribute := guards.add_to_signature()) is None:
                 return change
             reads.add(attribute, getattr(change, "location", None))
             self._graphs.clear_plain()

@@ -16,12 +16,12 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_cudagraph.timing.output.logged_medians import MediansWriter
-from lightning_cudagraph.timing.output.tensorboard.charts import Charts
-from lightning_cudagraph.timing.output.tensorboard.logger_writer import LoggerWriter
-from lightning_cudagraph.timing.output.tensorboard.records import behind, curves_of, n_bytes
-from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.timing.sinks.logged_medians import MediansWriter
+from lightning_cudagraph.timing.sinks.sink import Sink
+from lightning_cudagraph.timing.sinks.tensorboard.charts import Charts
+from lightning_cudagraph.timing.sinks.tensorboard.logger_writer import LoggerWriter
+from lightning_cudagraph.timing.sinks.tensorboard.records import behind, curves_of, n_bytes
 
 _READINGS_PER_FLUSH = 128
 _SECONDS_BETWEEN_FLUSHES = 5.0

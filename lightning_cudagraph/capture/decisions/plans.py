@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Generic
 
 from lightning_cudagraph.capture.context import EngineContext
+from lightning_cudagraph.capture.decisions.invalidation import Invalidation
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.invalidation import Invalidation
 from lightning_cudagraph.capture.signatures.by_signature import NOT_YET, GraphsOfSignature
 from lightning_cudagraph.capture.steps import Step, T
 from lightning_cudagraph.errors import UnsupportedError

@@ -1,4 +1,4 @@
-"""Destinations of readings: the report, TensorBoard, other loggers, a trace file."""
+"""The base class of sinks, and several sinks as one."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""The option `capturable` of torch's optimizers: allowed on the CPU emulator, and not asked for."""
+"""A patch for the emulator: torch's optimizers with the option `capturable` run on the CPU too."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 
 from torch.optim import Optimizer
 
-from lightning_cudagraph.compat.attributes import bound, do_nothing
 from lightning_cudagraph.compat.features import CAPTURABLE_ON_CPU
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import UnsupportedError
@@ -36,12 +35,3 @@ def allow_on_cpu(optimizer: Optimizer, patches: ExitStack) -> None:
 
 def _and_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
     return lambda *args, **kwargs: [*devices(*args, **kwargs), "cpu"]
-
-
-def not_asked_for(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Patch out the step's refusal of a capture with counters on the host, where replays count them.
-
-    The method has another name from torch 2.13 on, or two.
-    """
-    names = [name for name in dir(optimizer) if name.endswith("_graph_capture_health_check")]
-    return bound((vars(optimizer), name, do_nothing) for name in names)

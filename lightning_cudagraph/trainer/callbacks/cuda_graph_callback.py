@@ -25,14 +25,14 @@ from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.tensors.buckets import Buckets
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
 from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.trainer.callbacks.runs import CapturedRuns, Training
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.doctor import examine
-from lightning_cudagraph.trainer.config.arguments import check_arguments, check_company
+from lightning_cudagraph.trainer.config.arguments import check_arguments, check_trainer
 from lightning_cudagraph.trainer.config.padding import Padding
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
 from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, BackendName, Stage
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
-from lightning_cudagraph.trainer.runs import CapturedRuns, Training
 from lightning_cudagraph.trainer.training.loop import is_in_fit
 
 _AUTOMATIC_LAYERS = LayerTimings()
@@ -217,7 +217,7 @@ class CUDAGraphCallback(Callback):
         if stage != TrainerFn.FITTING and training is not None and is_in_fit(trainer):
             self._interrupt(trainer, training, stage)
         self._runs.close()  # a run that ended in an exception of another callback, before our hooks
-        check_company(trainer, CUDAGraphCallback, is_off=self.backend == "off")
+        check_trainer(trainer, CUDAGraphCallback, is_off=self.backend == "off")
         self._padding.begin(trainer, stage, self.pad_to, self.evaluation)
         if stage == TrainerFn.FITTING:
             self._begin()  # now, because the run may end before its first step

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_cudagraph.compat.features import EVENT_QUEUE
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.timing.output.tensorboard.records import Curves, ReadingRecords
 from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.timing.sinks.tensorboard.records import Curves, ReadingRecords
 
 
 class LoggerWriter:
@@ -88,7 +88,7 @@ class LoggerWriter:
             raise self._error
         if not self._has_queue:
             return None
-        _, _, queue, records, file = innards(writer)
+        _, _, queue, records, file = nested_parts(writer)
         if not all(callable(getattr(part, "write", None)) for part in (queue, records, file)):
             return None
         if records is not self._records:
@@ -119,7 +119,7 @@ class LoggerWriter:
                 writer.add_scalar(tag, value_ms, reading.step, walltime=reading.walltime_s)
 
 
-def innards(writer: Any) -> list[Any]:
+def nested_parts(writer: Any) -> list[Any]:
     """Nested parts of torch's `SummaryWriter` (file, events, queue, records, bytes), None if missing."""
     found = []
     for name in ("file_writer", "event_writer", "_async_writer", "_writer", "_writer"):

@@ -17,10 +17,10 @@ from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.trainer.captured_modules.fallback import Fallback
 from lightning_cudagraph.trainer.captured_modules.training import ModulesTraining
+from lightning_cudagraph.trainer.common.fit_processes import FitProcesses, wrapped_on_side_stream
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.config.support import Stage, check_run, check_where_evaluated
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
-from lightning_cudagraph.trainer.fit_processes import FitProcesses, wrapped_on_side_stream
 from lightning_cudagraph.trainer.manual.training import ManualTraining
 from lightning_cudagraph.trainer.training.loop import GraphedTraining
 

@@ -76,7 +76,7 @@ class ExternalReferences:
 
     @staticmethod
     @contextmanager
-    def of_captures_apart() -> Iterator[None]:
+    def recounted_after_capture() -> Iterator[None]:
         """Recount after a capture, because graphs refer to each other's gradients."""
         kept = [holds for holds in _all if holds.is_any_kept()]
         yield
@@ -162,7 +162,7 @@ class ExternalReferences:
                 self._storages, *self._counted()[:2], then_of, strict=False
             )
         }
-        with ExternalReferences.of_captures_apart():
+        with ExternalReferences.recounted_after_capture():
             for _, gradient in self._gradients[: self._n_own]:
                 place = local(gradient).untyped_storage().data_ptr()
                 # Memory that user code has given a gradient is not of the graph.

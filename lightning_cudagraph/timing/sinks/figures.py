@@ -71,7 +71,7 @@ def _figure(height_inches: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _entitle(axes: Axes, title: str, subtitle: str) -> None:
+def _write_titles(axes: Axes, title: str, subtitle: str) -> None:
     """Write a title and a subtitle from the left edge of the picture on, where there is room."""
     from matplotlib.transforms import blended_transform_factory
 
@@ -149,7 +149,7 @@ def layer_bars(summary: WindowSummary, model: str, device: str) -> Figure | None
     axes.set_xlabel(f"ms per step, whiskers p05 to p95{cut}", fontsize=_FONT_POINTS, color=_INK)
     is_cut = len(slowest) < len(layers)
     what = f"the {len(slowest)} slowest of {len(layers)} layers" if is_cut else "slowest layers"
-    _entitle(axes, f"{shortened(model, _MODEL_WIDTH)}: {what}", _about(summary, device))
+    _write_titles(axes, f"{shortened(model, _MODEL_WIDTH)}: {what}", _about(summary, device))
     figure.legend(
         loc="outside lower center", ncols=2, fontsize=_FONT_POINTS, frameon=False, labelcolor=_INK
     )
@@ -195,7 +195,7 @@ def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | N
     )
     whole = summary.step
     about = _about(summary, device) + (f", {whole.p50_ms:.3f} ms each" if whole is not None else "")
-    _entitle(axes, f"{shortened(model, _MODEL_WIDTH)}: one step", about)
+    _write_titles(axes, f"{shortened(model, _MODEL_WIDTH)}: one step", about)
     _draw(figure, axes, calls, places)
     return figure
 

@@ -1,4 +1,4 @@
-"""Declarations of private names of other packages: path, probe, and dependent features.
+"""Probes of private names, as the tables in `names/` declare them: path, probe, dependent features.
 
 A name is looked up when it is asked for, never when this package is imported. If a required name is
 missing or changed, the feature is refused before the first step; an optional feature is switched off,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from time import monotonic
 
-from lightning_cudagraph.timing.output.figures import layer_bars, step_timeline
 from lightning_cudagraph.timing.output.tables import window_text
-from lightning_cudagraph.timing.output.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSummary
+from lightning_cudagraph.timing.sinks.figures import layer_bars, step_timeline
+from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter
 
 # To draw one takes some tenths of a second.
 _SECONDS_BETWEEN_PICTURES = 60.0

@@ -1,4 +1,4 @@
-"""Capture forms of optimizer classes, and refusals.
+"""Supported optimizers: the tables of classes, the forms in which they are captured, and refusals.
 
 * Optimizers are captured in the user's configuration: the host arithmetic of their step is traced
   (`host_arithmetic/`), and computed again in each replay. Of torch's own, so are host counters.

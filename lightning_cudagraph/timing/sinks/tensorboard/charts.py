@@ -12,9 +12,6 @@ from typing import Any
 
 from lightning_cudagraph.compat.features import CHARTS
 from lightning_cudagraph.compat.tables import available
-from lightning_cudagraph.timing.output.tensorboard.logger_writer import innards
-from lightning_cudagraph.timing.output.tensorboard.records import behind
-from lightning_cudagraph.timing.readings.sinks import Sink
 from lightning_cudagraph.timing.readings.spans import (
     EXPOSED_TAG,
     RANKS_TAG,
@@ -28,6 +25,9 @@ from lightning_cudagraph.timing.readings.spans import (
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.windows import WindowSummary
+from lightning_cudagraph.timing.sinks.sink import Sink
+from lightning_cudagraph.timing.sinks.tensorboard.logger_writer import nested_parts
+from lightning_cudagraph.timing.sinks.tensorboard.records import behind
 
 _BAND_TAG = "step_band_ms/"
 _CATEGORY = "CUDA graph"
@@ -164,7 +164,7 @@ class Charts:
             return
         self._written = ours
         writer.flush()
-        path = getattr(innards(writer)[1], "_file_name", None) if available(CHARTS) else None
+        path = getattr(nested_parts(writer)[1], "_file_name", None) if available(CHARTS) else None
         theirs = _charts_in(path) if isinstance(path, str) else None
         if theirs is None:
             writer.add_custom_scalars(ours)

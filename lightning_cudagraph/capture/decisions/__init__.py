@@ -1,0 +1,1 @@
+"""Decisions before a replay: the plan for a batch, and the release of graphs that are stale."""

@@ -1,0 +1,1 @@
+"""Sinks: the destinations of times, such as TensorBoard, other loggers, pictures and trace files."""
