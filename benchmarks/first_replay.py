@@ -26,7 +26,7 @@ from benchmarks.fits import ON_GPU, environment, pinned, synchronize
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback, LayerTimings
-from lightning_cudagraph.capture.stream_choice import AskedStreams
+from lightning_cudagraph.capture.decisions.stream_choice import AskedStreams
 
 _MODELS = ("GPT", "ResNet-18", "BERT-base")
 _BATCHES = 8

@@ -6,7 +6,7 @@ from lightning_cudagraph.compat.installed import check_installed as _check_insta
 
 _check_installed()  # before anything of theirs is imported
 
-from lightning_cudagraph.capture.stream_choice import AutoStreams as AutoStreams
+from lightning_cudagraph.capture.decisions.stream_choice import AutoStreams as AutoStreams
 from lightning_cudagraph.checks.verify.settings import Verification as Verification
 from lightning_cudagraph.errors import BatchError as BatchError
 from lightning_cudagraph.errors import CaptureError as CaptureError
@@ -34,8 +34,10 @@ from lightning_cudagraph.timing.readings.windows import Times as Times
 from lightning_cudagraph.trainer.callbacks.cuda_graph_callback import (
     CUDAGraphCallback as CUDAGraphCallback,
 )
+from lightning_cudagraph.trainer.callbacks.layer_timings_monitor import (
+    LayerTimingsMonitor as LayerTimingsMonitor,
+)
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport as DiagnosisReport
-from lightning_cudagraph.trainer.layer_timings_monitor import LayerTimingsMonitor as LayerTimingsMonitor
 from lightning_cudagraph.trainer.manual.frameworks import ManualOptimization as _ManualOptimization  # noqa: F401
 
 __version__ = _version("lightning_cudagraph")

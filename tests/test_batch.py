@@ -177,7 +177,7 @@ def test_a_parameter_without_a_gradient_stays_one() -> None:
     assert text in Signature([plain], CPU).difference(Signature([rows], CPU))
     static = StaticBatch([rows, plain])
     kinds = [nn.Parameter, Tensor]
-    assert [*map(type, static.batch)] == [*map(type, static.lend().batch)] == kinds
+    assert [*map(type, static.batch)] == [*map(type, static.aliased().batch)] == kinds
 
 
 def plain_batch() -> Any:
@@ -279,23 +279,23 @@ def test_the_same_tensor_in_words() -> None:
 
 def test_a_step_is_lent_containers_of_its_own() -> None:
     static = StaticBatch(plain_batch())
-    loan = static.lend()
-    loan.refuse_changes()
-    assert storage_id(loan.batch["x"]) == storage_id(static.batch["x"])
-    loan.batch["x"] = loan.batch["x"] * 2
+    aliased = static.aliased()
+    aliased.refuse_changes()
+    assert storage_id(aliased.batch["x"]) == storage_id(static.batch["x"])
+    aliased.batch["x"] = aliased.batch["x"] * 2
     with pytest.raises(CaptureError, match=r"replaces `batch\['x'\]`"):
-        loan.refuse_changes()
-    static.lend().refuse_changes()
+        aliased.refuse_changes()
+    static.aliased().refuse_changes()
 
 
 def test_a_write_is_found_by_version_and_by_memory() -> None:
     static = StaticBatch(plain_batch())
-    loan = static.lend()
+    aliased = static.aliased()
     with pytest.raises(CaptureError, match=r"writes into `batch\['rest'\]\[0\]` in place"):
-        loan.refuse_changes([static.batch["rest"][0][1:]])
+        aliased.refuse_changes([static.batch["rest"][0][1:]])
     static.batch["x"][0].mul_(2)
     with pytest.raises(CaptureError, match=r"writes into `batch\['x'\]` in place"):
-        loan.refuse_changes()
+        aliased.refuse_changes()
 
 
 def test_a_step_is_lent_tensors_of_its_own() -> None:
@@ -304,7 +304,7 @@ def test_a_step_is_lent_tensors_of_its_own() -> None:
     static = StaticBatch([tensor, tensor])
     for number in (1.0, 2.0):
         static.copy_from([torch.full((3,), number)] * 2)
-        first, second = static.lend().batch
+        first, second = static.aliased().batch
         assert first is second
         assert first.length == 3
         first.requires_grad_().sum().backward()
@@ -321,10 +321,10 @@ def test_a_step_is_lent_tensors_of_its_own() -> None:
     ],
 )
 def test_what_a_step_does_to_its_tensors(change: Any, said: str) -> None:
-    loan = StaticBatch([torch.zeros(3)]).lend()
-    change(loan.batch[0])
+    aliased = StaticBatch([torch.zeros(3)]).aliased()
+    change(aliased.batch[0])
     with pytest.raises(CaptureError, match=said) if said else nullcontext():
-        loan.refuse_changes()
+        aliased.refuse_changes()
 
 
 class _Named(dict[str, Tensor]):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import WORKLOADS
-from lightning_cudagraph.capture.stream_choice import streams_of
+from lightning_cudagraph.capture.decisions.stream_choice import streams_of
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow

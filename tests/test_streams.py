@@ -25,7 +25,7 @@ from lightning_cudagraph import (
     Verification,
 )
 from lightning_cudagraph.capture import stream_choice
-from lightning_cudagraph.capture.stream_choice import (
+from lightning_cudagraph.capture.decisions.stream_choice import (
     AskedStreams,
     AutoStreams,
     StreamChoice,

@@ -16,7 +16,19 @@ OPENINGS = ("What", "Who", "Whose", "Whether", "Which", "Where", "How", "When")
 # Words that hide who does something, or that have a plainer one.
 WORDS = re.compile(r"\b(somebody|nobody|whoever|anew|in the place of)\b", re.IGNORECASE)
 # Words in names that are not the field's.
-NAMES = {"company", "entitle", "excuse", "innards", "misfit", "nap", "spotter"}
+NAMES = {
+    "apart",
+    "company",
+    "entitle",
+    "excuse",
+    "habits",
+    "innards",
+    "lend",
+    "loan",
+    "misfit",
+    "nap",
+    "spotter",
+}
 
 
 def _docstrings(path: Path) -> Iterator[tuple[int, str]]:

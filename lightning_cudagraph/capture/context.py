@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
+from lightning_cudagraph.capture.decisions.stream_choice import StreamChoice, Streams
 from lightning_cudagraph.capture.gradients.gradient_copies import GradientCopies
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature, GraphsOfRun
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Step, StepCounts, T
-from lightning_cudagraph.capture.stream_choice import StreamChoice, Streams
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.checks.verify.settings import Verification

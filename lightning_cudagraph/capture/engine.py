@@ -11,11 +11,11 @@ from lightning_cudagraph.capture.captures import Captures
 from lightning_cudagraph.capture.context import EngineContext, RunContext
 from lightning_cudagraph.capture.decisions.invalidation import Invalidation
 from lightning_cudagraph.capture.decisions.plans import Plans
+from lightning_cudagraph.capture.decisions.stream_choice import StreamChoice
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature, GraphsOfSignature
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Phase, Step, T
-from lightning_cudagraph.capture.stream_choice import StreamChoice
 from lightning_cudagraph.capture.verification.verified_replay import replay_verified
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.device.sentry.inductor import without_its_graphs

@@ -254,10 +254,12 @@ class CapturedStep(Generic[T]):
             breaks.append(GraphBreak(hooks, drops, gradients))
             self._backend.cut()
 
-        loan = self.static.lend()
-        with loan.watched():
+        aliased = self.static.aliased()
+        with aliased.watched():
             graph, outputs = self._backend.capture(
-                lambda: self._compiled.held(lambda: _moved(record(loan.batch, cut, is_timed), target)),
+                lambda: self._compiled.held(
+                    lambda: _moved(record(aliased.batch, cut, is_timed), target)
+                ),
                 is_compiled=self._compiled.is_called,
             )
         if moved := [
@@ -283,7 +285,7 @@ class CapturedStep(Generic[T]):
         )
         try:
             written = self._backend.written(graph)
-            loan.refuse_changes(written)
+            aliased.refuse_changes(written)
         except BaseException:
             self._backend.release(graph)
             raise
@@ -298,14 +300,14 @@ class CapturedStep(Generic[T]):
         def cut(hooks: str, drops: bool) -> None:
             self._backend.cut()
 
-        loan = self.static.lend()
-        with one_audit(), loan.watched():  # compiled code has an audit of its own
+        aliased = self.static.aliased()
+        with one_audit(), aliased.watched():  # compiled code has an audit of its own
             graph, _ = self._backend.capture(
-                lambda: self._compiled.left_out(lambda: record(loan.batch, cut, False))
+                lambda: self._compiled.left_out(lambda: record(aliased.batch, cut, False))
             )
         try:
             written = [*self._backend.written(graph)]  # a copy: the release clears the list
-            loan.refuse_changes(written)
+            aliased.refuse_changes(written)
         finally:
             self._backend.release(graph)
         return written
@@ -339,9 +341,9 @@ class CapturedStep(Generic[T]):
         adopt([(p, gradient) for p, gradient in made if p.grad is not None or not is_varied])
 
     def run_eagerly(self, step: Callable[[Any], T]) -> T:
-        loan = self.static.lend_values()
-        outputs = step(loan.batch)
-        loan.refuse_changes()
+        aliased = self.static.aliased_with_values()
+        outputs = step(aliased.batch)
+        aliased.refuse_changes()
         return outputs
 
     def replay(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.checks.audit.calls_apart import in_one
+from lightning_cudagraph.checks.audit.calls_without_tensors import in_one
 from lightning_cudagraph.checks.guards import recurring
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.guards import Guards
@@ -112,10 +112,10 @@ class Diagnosis:
         gradients = [(parameter, parameter.grad) for parameter in (*dropped, *added)]
 
         def record() -> None:
-            loan = StaticBatch(step.batch).lend()
-            with loan.watched():
-                step.record(loan.batch, _leave_out, False)
-            loan.refuse_changes()
+            aliased = StaticBatch(step.batch).aliased()
+            with aliased.watched():
+                step.record(aliased.batch, _leave_out, False)
+            aliased.refuse_changes()
 
         try:
             with ExitStack() as stack:

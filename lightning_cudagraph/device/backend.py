@@ -94,7 +94,7 @@ class Backend(Protocol):
                 memory and random state are as before.
         """
 
-    def apart(self, pool_of: Graph | None = None) -> contextlib.AbstractContextManager[None]:
+    def in_pool(self, pool_of: Graph | None = None) -> contextlib.AbstractContextManager[None]:
         """Capture into a pool of its own, or into that of another graph, in the `with` block."""
 
     def stay(self, graph: Graph) -> bool:

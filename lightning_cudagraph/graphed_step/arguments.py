@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from lightning_cudagraph.capture.stream_choice import MAX_STREAMS, are_streams
+from lightning_cudagraph.capture.decisions.stream_choice import MAX_STREAMS, are_streams
 from lightning_cudagraph.checks.verify.settings import Verification
 from lightning_cudagraph.errors import wrong_argument
 

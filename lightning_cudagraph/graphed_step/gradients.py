@@ -1,4 +1,4 @@
-"""Gradient habits: the effects of a user function on gradients, learned in warm-up.
+"""Gradient effects: those of a user function on gradients, learned in warm-up.
 
 A graph either makes a gradient at an address of its own, or adds to the one that it finds; a capture
 must know the case of each parameter. Lightning tells for each batch if gradients are dropped. A user
@@ -25,7 +25,7 @@ from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import storage_id
 
 
-class GradientHabits:
+class GradientEffects:
     """The effects of a step on the gradients of parameters; `known` returns those it is known to use."""
 
     def __init__(self, known: Callable[[], dict[str, nn.Parameter]], device_type: str) -> None:
@@ -136,8 +136,8 @@ class GradientHabits:
             )
 
 
-class NoGradients(GradientHabits):
-    """The habits of a step that neither reads nor makes gradients."""
+class NoGradients(GradientEffects):
+    """The effects of a step that neither reads nor makes gradients."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__(dict, device_type)

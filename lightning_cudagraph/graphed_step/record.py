@@ -24,7 +24,7 @@ from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.graphed_step.framework import PlainLoop
-from lightning_cudagraph.graphed_step.gradients import GradientHabits, NoGradients
+from lightning_cudagraph.graphed_step.gradients import GradientEffects, NoGradients
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.optim.steps import OptimizerSteps
@@ -138,17 +138,17 @@ class StepRecorder:
             found.setdefault(id(parameter), (name, parameter))
         return dict(found.values())
 
-    def habits(self) -> GradientHabits:
+    def gradient_effects(self) -> GradientEffects:
         """Return a new record of the function's effects on gradients."""
         kind = self._device.type
-        return GradientHabits(self.parameters, kind) if self._has_gradients else NoGradients(kind)
+        return GradientEffects(self.parameters, kind) if self._has_gradients else NoGradients(kind)
 
-    def state(self, habits: GradientHabits) -> dict[str, Tensor]:
+    def state(self, gradient_effects: GradientEffects) -> dict[str, Tensor]:
         """Return all tensors that the step changes, by name, in the order of a step."""
         state: dict[str, Tensor] = {
             f"buffer `{name}`": buffer for name, buffer in self._model.named_buffers()
         }
-        for index, parameter in enumerate(habits.parameters()[1]):
+        for index, parameter in enumerate(gradient_effects.parameters()[1]):
             if (gradient := parameter.grad) is not None:
                 state[f"the gradient of a parameter that the step only adds to ({index})"] = gradient
         state |= self._optimizers.state_tensors()
@@ -158,7 +158,7 @@ class StepRecorder:
         """The memory of arguments whose gradients the caller does not see."""
         return ()
 
-    def warmed_up(self, arguments: Arguments, habits: GradientHabits) -> None:
+    def warmed_up(self, arguments: Arguments, gradient_effects: GradientEffects) -> None:
         """Note that the last eager call was a warm-up step."""
 
     def run(self, arguments: Arguments) -> Any:
@@ -170,14 +170,14 @@ class StepRecorder:
         self,
         batch: dict[str, Any],
         arguments: Arguments,
-        habits: GradientHabits,
+        gradient_effects: GradientEffects,
         guards: Guards,
         capturing: bool,
     ) -> StepResult:
         """Run the function on the static arguments, in a capture or in a rehearsal."""
         if capturing:
             self._framework.check()
-            habits.check()
+            gradient_effects.check()
         self._optimizers.check()
         host_notes: list[Callable[[], object]] = []
         with ExitStack() as stack:
@@ -202,7 +202,7 @@ class StepRecorder:
         left = self._replicas.left()
         host_notes.append(lambda: self._replicas.leave(left))
         refuse_odd_outputs(returned, "the output of the step")
-        drops, adds = habits.parameters()
+        drops, adds = gradient_effects.parameters()
         touched = {id(parameter) for parameter in (*drops, *adds)}
         gradients = {name: p for name, p in self.parameters().items() if id(p) in touched}
         return StepResult(map_leaves(returned, _detached), gradients, host_notes)

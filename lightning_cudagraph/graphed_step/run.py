@@ -36,7 +36,7 @@ from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError, Wording, wrong_argument
-from lightning_cudagraph.graphed_step.gradients import GradientHabits
+from lightning_cudagraph.graphed_step.gradients import GradientEffects
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of, is_in_group
 from lightning_cudagraph.graphed_step.record import (
     Arguments,
@@ -73,13 +73,13 @@ class _MixedWarmUpError(CUDAGraphError):
 
 @dataclass
 class _Specialization:
-    """The engine for calls with one signature of arguments in one mode; habits are of a warm-up."""
+    """The engine for calls with one signature of arguments in one mode, with effects of a warm-up."""
 
     signature: Signature
     mode: _Mode
     engine: StepEngine[StepResult]
     guards: Guards
-    habits: GradientHabits
+    gradient_effects: GradientEffects
     digest: int
     calls: int = 0
     warm_ups: int = 0
@@ -116,7 +116,7 @@ class _Specialization:
         with ExitStack() as stack:
             stack.enter_context(self.guards.effects.watched())
             if not self.engine.graphs:
-                stack.enter_context(self.habits.learning(own_memory))
+                stack.enter_context(self.gradient_effects.learning(own_memory))
             yield
 
 
@@ -141,27 +141,29 @@ class _Call(Step[StepResult]):
 
     def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
         kind, capturing = self.kind, cut is not None
-        result = self.recorder.record(batch, self.arguments, kind.habits, kind.guards, capturing)
+        result = self.recorder.record(
+            batch, self.arguments, kind.gradient_effects, kind.guards, capturing
+        )
         # Others of a group would wait for the outcome of this capture.
         is_bounded = kind.engine.invalidation.warm_ups < _MAX_WARM_UPS and not is_in_group()
-        if capturing and is_bounded and kind.habits.are_mixed():
+        if capturing and is_bounded and kind.gradient_effects.are_mixed():
             raise _MixedWarmUpError
         return result
 
     def state(self) -> dict[str, Tensor]:
-        return self.recorder.state(self.kind.habits)
+        return self.recorder.state(self.kind.gradient_effects)
 
     def transaction(self) -> AbstractContextManager[None]:
         return self.recorder.undone()
 
     def learning(self) -> AbstractContextManager[None]:
         kind, warm_ups = self.kind, self.kind.engine.invalidation.warm_ups
-        if kind.warm_ups != warm_ups:  # what made graphs stale may change the habits too
-            kind.habits, kind.warm_ups = self.recorder.habits(), warm_ups
+        if kind.warm_ups != warm_ups:  # what made graphs stale may change the effects too
+            kind.gradient_effects, kind.warm_ups = self.recorder.gradient_effects(), warm_ups
         return kind.learning(self.recorder.own_memory(self.arguments))
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        return self.kind.habits.parameters()
+        return self.kind.gradient_effects.parameters()
 
     def is_followed_by_user_code(self) -> bool:
         return not self.owns_gradients
@@ -273,7 +275,7 @@ class StepRun:
         step = _Call(
             arguments.batch,
             # One instance for each phase: its gradients have one address anyway.
-            AccumulationPhase(True, kind.habits.finds_gradients()),
+            AccumulationPhase(True, kind.gradient_effects.finds_gradients()),
             specialization=kind.mode,
             numbers=arguments.numbers,
             leaves=None if found is None else found[1],
@@ -286,10 +288,10 @@ class StepRun:
         graphs = None if found is None else found[0]
         phase, result = self._step(kind, step, graphs)
         if phase is Phase.WARMING:
-            self._recorder.warmed_up(arguments, kind.habits)
+            self._recorder.warmed_up(arguments, kind.gradient_effects)
         if result is None:
             given = copied(step.returned.pop())
-            kind.habits.ended()
+            kind.gradient_effects.ended()
             return given
         for note in result.host_notes:
             note()
@@ -413,12 +415,14 @@ class StepRun:
         engine: StepEngine[StepResult] = StepEngine(
             self._context,
             guards,
-            lambda: made.habits.is_settled() and optimizers.is_settled(),
+            lambda: made.gradient_effects.is_settled() and optimizers.is_settled(),
             self._reads,
             have_one_signature=True,
         )
         digest = digest_of(f"{_shapes(batch)} {mode}")
-        made = _Specialization(signature, mode, engine, guards, self._recorder.habits(), digest)
+        made = _Specialization(
+            signature, mode, engine, guards, self._recorder.gradient_effects(), digest
+        )
         return made
 
     def _drop_all(self, reason: str) -> None:

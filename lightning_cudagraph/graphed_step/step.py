@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.context import CaptureSettings
-from lightning_cudagraph.capture.stream_choice import AskedStreams, streams_for
+from lightning_cudagraph.capture.decisions.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.capture.verification.late_effects import is_rehearsing
 from lightning_cudagraph.checks.unsupported_modules import refuse_nameless
 from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_cudagraph.checks.audit.calls_apart import MODULES_ALONE
+from lightning_cudagraph.checks.audit.calls_without_tensors import MODULES_ALONE
 from lightning_cudagraph.errors import Wording
 
 _BEFORE, _AFTER = "before you call the step", "after the call of the step"

@@ -77,7 +77,7 @@ class RecomputedStep(list[Recomputed]):
 
 
 @contextmanager
-def recomputed_apart(model: nn.Module) -> Iterator[RecomputedStep]:
+def without_recomputed(model: nn.Module) -> Iterator[RecomputedStep]:
     """Remove recomputed attributes for the `with` block, and restore them after it.
 
     A step that reads one before it is recomputed would read the tensor of the capture in every replay.

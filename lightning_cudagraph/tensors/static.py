@@ -166,12 +166,12 @@ def _changed(what: str, remedy: str, *paths: str) -> CaptureError:
     return error
 
 
-_lent: OfThread[Mapping[int, str]] = OfThread({})
+_watched: OfThread[Mapping[int, str]] = OfThread({})
 
 
 def refuse_writes(written: Iterable[Tensor], refuse: Callable[[CaptureError], None]) -> None:
     """Refuse an op that writes into the batch of the step under way in this thread."""
-    paths = _lent.value
+    paths = _watched.value
     for path in dict.fromkeys(paths[key] for key in map(storage_id, written) if key in paths):
         refuse(_write(path))
 
@@ -214,7 +214,7 @@ def dressed(tensor: Tensor, like: Tensor) -> Tensor:
     return found
 
 
-class Loan:
+class AliasedBatch:
     """The static batch for one run of the step, in containers and tensor objects of its own.
 
     So what the step puts into a container or onto a tensor is in no other run, nor in the next capture:
@@ -227,24 +227,24 @@ class Loan:
     def __init__(self, batch: Any, value: Callable[[Any], Any]) -> None:
         aliases: dict[int, Tensor] = {}
 
-        def lent(leaf: Any) -> Any:
+        def aliased(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return value(leaf)
             if id(leaf) not in aliases:
                 aliases[id(leaf)] = dressed(leaf.detach(), leaf)
             return aliases[id(leaf)]
 
-        self.batch = map_leaves(batch, lent)
+        self.batch = map_leaves(batch, aliased)
         self._leaves = flatten_batch(self.batch)
         self._structure = structure_of(batch)
-        self._lent = [
+        self._aliases = [
             (alias, alias._version, alias.data_ptr(), _attributes(alias)) for alias in aliases.values()
         ]
 
     def watched(self) -> AbstractContextManager[None]:
         """Let the ops of this thread be refused that write into the batch."""
         paths = {storage_id(leaf): path for path, leaf in self._leaves if isinstance(leaf, Tensor)}
-        return setting(_lent, value=paths)
+        return setting(_watched, value=paths)
 
     def refuse_changes(self, written: Sequence[Tensor] = ()) -> None:
         """Refuse a run that has changed the batch, of which hooks would see another than eagerly."""
@@ -261,8 +261,8 @@ class Loan:
                 *taken,
                 *added,
             )
-        for (path, lent), (_, leaf) in zip(self._leaves, flatten_batch(self.batch), strict=True):
-            if leaf is not lent:
+        for (path, alias), (_, leaf) in zip(self._leaves, flatten_batch(self.batch), strict=True):
+            if leaf is not alias:
                 raise _changed(
                     f"The training step replaces `{path}` in its batch.",
                     f"Give it a name of its own, as in `x = {path}.float()`, or copy the container"
@@ -271,7 +271,7 @@ class Loan:
                 )
         # Of code that no op shows, such as compiled code; those that bypass autograd raise no version.
         memory = {storage_id(tensor) for tensor in written}
-        for alias, version, address, attributes in self._lent:
+        for alias, version, address, attributes in self._aliases:
             path = next(path for path, leaf in self._leaves if leaf is alias)
             if alias._version != version or storage_id(alias) in memory:
                 raise _write(path)
@@ -316,15 +316,15 @@ class StaticBatch:
         self.copy_from(example)
         self._pattern = _Pattern(example, reads)
 
-    def lend(self) -> Loan:
-        """Make a `Loan` of the batch for a capture of the step, which notes its reads of host values."""
-        return Loan(self.batch, self._lent)
+    def aliased(self) -> AliasedBatch:
+        """Return aliases of the batch for a capture, which notes its reads of host values."""
+        return AliasedBatch(self.batch, self._value_of)
 
-    def lend_values(self) -> Loan:
-        """Make a `Loan` of the batch for an eager run of the step, with the host values themselves."""
-        return Loan(self.batch, held)
+    def aliased_with_values(self) -> AliasedBatch:
+        """Return aliases of the batch for an eager run, with the host values themselves."""
+        return AliasedBatch(self.batch, held)
 
-    def _lent(self, leaf: Any) -> Any:
+    def _value_of(self, leaf: Any) -> Any:
         reads = self._reads
         if reads is None or not isinstance(leaf, HostValue):
             return leaf

@@ -26,7 +26,7 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
-from lightning_cudagraph.checks.audit.calls_apart import MODULES_ALONE
+from lightning_cudagraph.checks.audit.calls_without_tensors import MODULES_ALONE
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import CaptureError, Wording

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback
-from lightning_cudagraph.capture.stream_choice import AskedStreams
+from lightning_cudagraph.capture.decisions.stream_choice import AskedStreams
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, RewritingSentry
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry

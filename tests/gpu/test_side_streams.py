@@ -15,7 +15,7 @@ from lightning.fabric.accelerators.cuda import _clear_cuda_memory
 from torch import nn
 
 from lightning_cudagraph import GraphedStep
-from lightning_cudagraph.capture.stream_choice import AskedStreams
+from lightning_cudagraph.capture.decisions.stream_choice import AskedStreams
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 
 # Products of these sizes are split on an H200, and their partial sums go to the workspace.
@@ -288,7 +288,7 @@ def test_captures_apart_follow_one_another_beside_a_graph_that_lives() -> None:
     with backend.on_side_stream():
         x.mul(2)
     lives, doubled = backend.capture(lambda: x * 2)
-    with backend.apart():
+    with backend.in_pool():
         first, kept = backend.capture(lambda: x * 3)  # that is alive keeps the pool in use
         backend.release(first)
         second, fourfold = backend.capture(lambda: x * 4)
@@ -306,9 +306,9 @@ def test_later_graphs_share_the_pool_of_one_captured_apart_that_stays() -> None:
     backend = CudaBackend(_DEVICE)
     with backend.on_side_stream():
         x.mul(2)
-    with backend.apart():
+    with backend.in_pool():
         lost, _ = backend.capture(lambda: x * 2)
-    with backend.apart():
+    with backend.in_pool():
         first, tripled = backend.capture(lambda: x * 3)
     backend.release(lost)
     assert backend.stay(first)
@@ -318,7 +318,7 @@ def test_later_graphs_share_the_pool_of_one_captured_apart_that_stays() -> None:
     second.replay()
     assert bool((tripled == 3).all())
     assert bool((fourfold == 4).all())
-    with backend.apart():
+    with backend.in_pool():
         other, _ = backend.capture(lambda: x * 5)
     assert not backend.stay(other)  # two graphs are in the other pool
     for graph in (first, second, other):

@@ -1,1 +1,1 @@
-"""Decisions before a replay: the plan for a batch, and the release of graphs that are stale."""
+"""Decisions of the engine: the plan for a batch, which graphs are stale, the number of streams."""

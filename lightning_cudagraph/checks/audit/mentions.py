@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from lightning_cudagraph.checks.audit.calls_apart import CallsWithoutTensors
+from lightning_cudagraph.checks.audit.calls_without_tensors import CallsWithoutTensors
 from lightning_cudagraph.device.lines.user_lines import is_user_code
 
 # Functions that find an attribute by a string.

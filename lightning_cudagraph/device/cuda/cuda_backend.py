@@ -235,7 +235,7 @@ class CudaBackend:
             self._branches.begin()
 
     @contextmanager
-    def apart(self, pool_of: Graph | None = None) -> Iterator[None]:
+    def in_pool(self, pool_of: Graph | None = None) -> Iterator[None]:
         pool = torch.cuda.graph_pool_handle() if pool_of is None else self._pool_of(pool_of)
         with setting(self, _pool=pool):
             yield

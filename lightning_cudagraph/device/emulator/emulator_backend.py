@@ -133,7 +133,7 @@ class EmulatorBackend:
         return graph, result
 
     @contextmanager
-    def apart(self, pool_of: Graph | None = None) -> Iterator[None]:
+    def in_pool(self, pool_of: Graph | None = None) -> Iterator[None]:
         yield  # emulated graphs share no memory
 
     def stay(self, graph: Graph) -> bool:

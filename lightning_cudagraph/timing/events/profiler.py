@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
-from lightning_cudagraph.capture.stream_choice import is_trial
+from lightning_cudagraph.capture.decisions.stream_choice import is_trial
 from lightning_cudagraph.capture.verification.late_effects import is_rehearsing
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph
 from lightning_cudagraph.errors import TimerError

@@ -1,1 +1,1 @@
-"""The callback that users add to a trainer, and the captured runs that it makes and releases."""
+"""The callbacks that users add to a trainer, and the captured runs that `CUDAGraphCallback` makes."""

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_cudagraph.capture.stream_choice import AskedStreams, streams_for
+from lightning_cudagraph.capture.decisions.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, TRAINING
 from lightning_cudagraph.compat.installed import gpu_without_cuda

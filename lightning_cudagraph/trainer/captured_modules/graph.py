@@ -97,8 +97,8 @@ class ModuleGraph:
         self._forward_mode = Mode.now(backend.device.type)
         self._static = StaticBatch(call.batch)
         self._record, self._changed, self._take = record, changed, take
-        self._loan = self._static.lend()
-        self._leaves = tensors_of(self._loan.batch)
+        self._aliased = self._static.aliased()
+        self._leaves = tensors_of(self._aliased.batch)
         self._graphs: list[Graph] = []
         self._backwards: dict[GradientForms, _Backward] = {}
         self.has_changed = self.is_unproved = False
@@ -111,10 +111,10 @@ class ModuleGraph:
     def capture(self, forms: GradientForms | None) -> None:
         """Capture the call, and its backward pass for gradients in one form, if there is one."""
         try:
-            self._pass, _ = self._recorded(lambda: self._passed(self._loan.batch))
+            self._pass, _ = self._recorded(lambda: self._passed(self._aliased.batch))
             own = (self._static.batch, *self._module.parameters(), *self._module.buffers())
             refuse_shared_outputs(self.outputs, tensors_of(own))
-            self._loan.refuse_changes(self.written)
+            self._aliased.refuse_changes(self.written)
             if forms is not None and self._pass.uses:
                 self._capture_backward(forms)
             self._take(self)
@@ -143,7 +143,7 @@ class ModuleGraph:
 
     def _recorded(self, body: Callable[[], T]) -> tuple[T, bool]:
         """Capture a part of the call, which must leave its arguments and all gradients as they are."""
-        with self._loan.watched(), own_gradients_refused(self._module, self._leaves):
+        with self._aliased.watched(), own_gradients_refused(self._module, self._leaves):
             first = self._graphs[0] if self._graphs else None
             graph, found, calls_user_code = self._record(body, first)
         self._graphs.append(graph)
@@ -268,7 +268,7 @@ class ModuleGraph:
         def passed() -> dict[str, Tensor]:
             refused = effects.begun_later() if suspicion else nullcontext()
             with self._backend.on_side_stream(), stale_if_refused(), refused:
-                found = self._passed(self._static.lend_values().batch)
+                found = self._passed(self._static.aliased_with_values().batch)
                 gradients = []
                 for forms, each in self._backwards.items():
                     with forms.mode.entered():

@@ -248,7 +248,7 @@ class Variant:
         with ExitStack() as stack:
             stack.enter_context(setting(run.on, value=False))
             stack.enter_context(guards.effects.refused(guards.all_mentioned))
-            stack.enter_context(run.backend.apart(first))
+            stack.enter_context(run.backend.in_pool(first))
             stack.enter_context(setting(run.backend, streams=1))
             graph, found = run.backend.capture(audited)
         run.counts.capture_ms += (perf_counter() - started_s) * 1e3

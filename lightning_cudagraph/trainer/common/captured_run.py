@@ -19,7 +19,7 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.graphed_step.processes import CollectiveRules, are_several
-from lightning_cudagraph.tensors.recomputed import RecomputedStep, recomputed_apart
+from lightning_cudagraph.tensors.recomputed import RecomputedStep, without_recomputed
 from lightning_cudagraph.trainer.common.host_rules import (
     OWN_ATTRIBUTES,
     RUN_STATE,
@@ -186,7 +186,7 @@ class CapturedRun:
                 audit = stack.enter_context(step_audit(self.module, self.trainer, device, known))
                 if capturing:
                     self.guards.mentioned.append(audit.mentioned)
-            recomputed = stack.enter_context(recomputed_apart(self.module))
+            recomputed = stack.enter_context(without_recomputed(self.module))
             stack.enter_context(self.carried.inside(hooks))
             stack.callback(self.metrics.undo)  # before the audit compares, behind an error too
             yield RecordedParts(events, recomputed, audit)

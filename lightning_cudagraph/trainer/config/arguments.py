@@ -9,8 +9,8 @@ from lightning_cudagraph.errors import ConfigurationError, wrong_argument
 from lightning_cudagraph.graphed_step.arguments import check_shared_arguments
 from lightning_cudagraph.tensors.buckets import Buckets
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
+from lightning_cudagraph.trainer.callbacks.layer_timings_monitor import LayerTimingsMonitor
 from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, callbacks_of
-from lightning_cudagraph.trainer.layer_timings_monitor import LayerTimingsMonitor
 
 _CALLBACK = "CUDAGraphCallback"
 

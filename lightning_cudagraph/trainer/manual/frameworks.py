@@ -30,10 +30,10 @@ from lightning_cudagraph.graphed_step.framework import (
     scaler_calls,
     scheduler_steps,
 )
+from lightning_cudagraph.trainer.callbacks.layer_timings_monitor import LayerTimingsMonitor
 from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES, host_rules
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy
 from lightning_cudagraph.trainer.config.support import callbacks_of, scaler_of
-from lightning_cudagraph.trainer.layer_timings_monitor import LayerTimingsMonitor
 from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
 

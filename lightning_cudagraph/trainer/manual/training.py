@@ -29,7 +29,7 @@ from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.errors import UnsupportedError, Wording, see
-from lightning_cudagraph.graphed_step.gradients import GradientHabits
+from lightning_cudagraph.graphed_step.gradients import GradientEffects
 from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, StepRecorder, StepResult
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun
@@ -281,15 +281,20 @@ class _ManualRecorder(StepRecorder):
         leaves = flatten_batch(arguments.batch)
         return {storage_id(leaf) for _, leaf in leaves if isinstance(leaf, Tensor)}
 
-    def warmed_up(self, arguments: Arguments, habits: GradientHabits) -> None:
-        self.whole.logs.warmed_up(habits, arguments.batch)
+    def warmed_up(self, arguments: Arguments, gradient_effects: GradientEffects) -> None:
+        self.whole.logs.warmed_up(gradient_effects, arguments.batch)
 
     def run(self, arguments: Arguments) -> Any:
         with self.whole.logs.noted():
             return super().run(arguments)
 
     def record(
-        self, batch: Any, arguments: Arguments, habits: GradientHabits, guards: Guards, capturing: bool
+        self,
+        batch: Any,
+        arguments: Arguments,
+        gradient_effects: GradientEffects,
+        guards: Guards,
+        capturing: bool,
     ) -> StepResult:
         trainer, logs, numbers = self.whole.trainer, self.whole.logs, self.whole.numbers
         reads = self.whole.host_reads if capturing else None
@@ -300,10 +305,10 @@ class _ManualRecorder(StepRecorder):
         with (
             unprofiled(trainer),
             numbers.noted_step(reads),
-            logs.recorded(habits, batch, capturing) as events,
+            logs.recorded(gradient_effects, batch, capturing) as events,
         ):
-            result = super().record(batch, arguments, habits, guards, capturing)
-        logged = logs.finished(events, habits, capturing)
+            result = super().record(batch, arguments, gradient_effects, guards, capturing)
+        logged = logs.finished(events, gradient_effects, capturing)
         notes: list[Callable[[], object]] = [*result.host_notes]
         notes.append(partial(logged.hand_over, trainer))
         return _LoggedResult(result.returned, result.gradients, notes, logged)

@@ -338,7 +338,7 @@ class StreamChoice:
         captured: CapturedStep[Any] | None = None
         failures: list[str] = []
         try:
-            with self._backend.apart():
+            with self._backend.in_pool():
                 captured = capture()
         except Exception as error:
             # Told before it is raised: the others wait here, and must not go on to another question.
