@@ -24,7 +24,7 @@ from lightning_cudagraph import (
     LayerTimings,
     Verification,
 )
-from lightning_cudagraph.capture import stream_choice
+from lightning_cudagraph.capture.decisions import stream_choice
 from lightning_cudagraph.capture.decisions.stream_choice import (
     AskedStreams,
     AutoStreams,

@@ -247,7 +247,7 @@ def train_critics(graphed: bool) -> list[torch.Tensor]:
 
 _CRITICS = """
 import torch
-from lightning_cudagraph.capture import stream_choice
+from lightning_cudagraph.capture.decisions import stream_choice
 from tests.gpu.test_side_streams import train_critics
 stream_choice._LEAST_GAIN = -10
 stream_choice.streams_of = lambda flow: [8]
