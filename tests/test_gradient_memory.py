@@ -17,6 +17,7 @@ from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep
 from lightning_cudagraph.errors import HookError
 from lightning_cudagraph.tensors.layouts import Layouts
 from tests.harness import Net, assert_same, make, train
+from tests.loops import device_of
 
 
 class Halves(Net):
@@ -407,3 +408,34 @@ def test_control(accelerator: str, name: str, monkeypatch: pytest.MonkeyPatch) -
     except CUDAGraphError:
         return
     assert not all(map(torch.equal, plain, graph))
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": None}])
+def test_a_gradient_that_the_step_reads_and_drops(accelerator: str, options: dict[str, Any]) -> None:
+    """Other code makes it before some of the calls; without one, the optimizer leaves a weight alone."""
+    device = device_of(accelerator)
+
+    def weight(is_graphed: bool) -> torch.Tensor:
+        torch.manual_seed(1)
+        first, second = (nn.Linear(6, 4).to(device) for _ in range(2))
+        one = torch.optim.SGD(first.parameters(), lr=0.1)
+        other = torch.optim.SGD(second.parameters(), lr=0.1, weight_decay=0.5)
+
+        def train(x: torch.Tensor) -> None:
+            one.zero_grad()
+            first(x).square().mean().backward()
+            one.step()
+            other.step()
+            other.zero_grad()
+
+        step = GraphedStep(train, modules=[first, second], optimizers=[one, other], **options)
+        with step:
+            for index in range(32):
+                x = torch.randn(8, 6, device=device)
+                if index < 9 or index % 4 == 0:
+                    second(x).square().mean().backward()
+                (step if is_graphed else train)(x)
+            assert not is_graphed or step.summary.calls.replayed > 8
+        return second.weight.detach()
+
+    assert torch.equal(weight(is_graphed=False), weight(is_graphed=True))

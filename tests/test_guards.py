@@ -315,6 +315,16 @@ def test_functions_of_the_class_of_an_optimizer(monkeypatch: pytest.MonkeyPatch)
     assert guards.changed() == "`step` of the class `AdamW` was replaced"
 
 
+def test_methods_of_an_optimizer_of_its_own() -> None:
+    model = _Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    guards = _guards(model, callees=lambda: [optimizer])
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    assert guards.changed() == "`step` of the `AdamW` was replaced"
+    del optimizer.step
+    assert guards.changed() is None
+
+
 def test_a_counter_of_a_class_is_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
     guards = _guards(nn.Sequential(_Layer(2, 2)))
     for calls in range(1, 4):

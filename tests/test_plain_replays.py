@@ -407,6 +407,25 @@ def test_a_loader_ends_the_run(
     assert not differences(plain.fit_loop.state_dict(), graph.fit_loop.state_dict())
 
 
+class StopsOnPlateau(OnPlateau):
+    """A schedule of its own, which stops the run after the rest of a batch."""
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        super().lr_scheduler_step(scheduler, metric)
+        if self.global_step == BATCHES + 10:
+            self.trainer.should_stop = True
+
+
+def test_a_plateau_ends_the_run(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Both(tmp_path, accelerator, monkeypatch, lambda: Sized(), build=StopsOnPlateau)
+    assert runs.plain_replays > 8
+    for trace in runs.traces:
+        assert trace.trainer is not None
+        assert trace.trainer.global_step == BATCHES + 10
+
+
 @pytest.mark.long
 def test_ctrl_c(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def act(index: int, trainer: Any) -> None:

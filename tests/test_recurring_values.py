@@ -541,3 +541,37 @@ def test_a_number_that_a_closure_reads(accelerator: str) -> None:
     (reason,) = calls.eager
     assert reason.startswith("another path: `phase`, which the step reads at ")
     assert reason.endswith("expected 2.0, found 1.0")
+
+
+@pytest.mark.parametrize("others", [frozenset(range(3)), frozenset(range(0, 48, 5))])
+@pytest.mark.parametrize("options", [{"verify": None}, {"on_unsupported": "eager"}, {}])
+def test_a_warm_up_that_drops_what_the_capture_adds_to(
+    accelerator: str, options: dict[str, Any], others: frozenset[int]
+) -> None:
+    """Gradients are dropped in the steps of the warm-up alone, or in some of the later ones."""
+    device = device_of(accelerator)
+
+    def losses(is_graphed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        net = nn.Linear(6, 4).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        drops = True
+
+        def train(x: torch.Tensor) -> torch.Tensor:
+            if drops:
+                optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        found: list[torch.Tensor] = []
+        graphed: Any = GraphedStep(train, modules=net, optimizers=optimizer, **options)
+        with graphed:
+            for index in range(48):
+                drops = index < 3 or index in others
+                found.append((graphed if is_graphed else train)(torch.randn(8, 6, device=device)))
+            assert not is_graphed or graphed.summary.calls.replayed > 24
+        return found
+
+    assert not differences(losses(is_graphed=False), losses(is_graphed=True))

@@ -178,7 +178,8 @@ class StepEngine(Generic[T]):
             if checked.outputs is not None:
                 return Phase.CAPTURED, self._done(captured, checked.outputs)
         outputs = self._replay(step, captured)
-        is_plain = not captured.gradients.absent and not self._copies.are_given
+        gradients = captured.gradients
+        is_plain = not (gradients.absent or gradients.only_reads or self._copies.are_given)
         if is_plain and self._run.around_replays is nullcontext and self.graphs.latest is graphs:
             graphs.plain[step.accumulation] = captured
         return Phase.CAPTURED, outputs

@@ -227,6 +227,7 @@ class CapturedStep(Generic[T]):
                     parameter.grad = grad
             own = {storage_id(gradient) for each in self._instances for _, gradient in each.gradients}
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
+            self.gradients.note_written({*map(storage_id, self.written)})
             self.has_breaks = bool(self._instances[0].breaks)
             self._rings = {
                 kind: deque([each for each in self._instances if each.is_timed is kind])

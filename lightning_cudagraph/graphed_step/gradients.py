@@ -20,9 +20,13 @@ from torch import Tensor, nn
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
-from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import storage_id
+
+
+class MixedWarmUpError(CUDAGraphError):
+    """Raised by a capture of a step that is on another path than its warm-up was."""
 
 
 class GradientEffects:
@@ -126,6 +130,22 @@ class GradientEffects:
         made = self._pure_drops - self._leaves
         return any(id(p) in made and p.grad is None for p in self._known().values())
 
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Raise `MixedWarmUpError` for a captured step that uses what each warm-up step has dropped.
+
+        A capture finds no gradient, so that the backward pass makes new ones. This one finds gradients
+        without memory of their own, which no op may take.
+        """
+        pure = [p for p in self._known().values() if id(p) in self._pure_drops]
+        dropped = [(p, torch.empty((), dtype=p.dtype, device=p.device).expand_as(p)) for p in pure]
+        for parameter, gradient in dropped:
+            parameter.grad = gradient
+        with _Dropped({storage_id(gradient) for _, gradient in dropped}) as watch:
+            yield
+        if watch.are_used or any(p.grad is gradient for p, gradient in dropped):
+            raise MixedWarmUpError
+
     def check(self) -> None:
         """Raise `UnsupportedError` if the step makes gradients of unknown parameters."""
         for tensor in self._strangers:
@@ -179,3 +199,24 @@ class _Watch(OwnDispatchMode):
         made = set(map(storage_id, filter(_has_memory, tree_iter(result))))
         self._made |= made - given
         return result
+
+
+class _Dropped(OwnDispatchMode):
+    """Ends a step in which an op takes one of some storages."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self._storages = storages
+        self.are_used = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(map(is_around_another, types)):
+            return NotImplemented
+        kwargs = kwargs or {}
+        inputs = filter(_has_memory, tree_iter((args, kwargs)))
+        if not self._storages.isdisjoint(map(storage_id, inputs)):
+            self.are_used = True
+            raise MixedWarmUpError
+        return func(*args, **kwargs)

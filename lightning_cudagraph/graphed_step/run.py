@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,8 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.device.lines.user_lines import user_location
-from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError, Wording, wrong_argument
-from lightning_cudagraph.graphed_step.gradients import GradientEffects
+from lightning_cudagraph.errors import UnsupportedError, Wording, wrong_argument
+from lightning_cudagraph.graphed_step.gradients import GradientEffects, MixedWarmUpError
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of, is_in_group
 from lightning_cudagraph.graphed_step.record import (
     Arguments,
@@ -60,15 +60,16 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 _SUSPECT_EVERY_N_CALLS = 64
 _MAX_NAMED = 3  # in notes
 _MAX_WARM_UPS = 8  # after which a warm-up on several paths is not repeated
+_MIXED = (
+    "The step uses a gradient that each of the warm-up steps before has dropped: it is on another path"
+    " than these, again and again."
+)
+_ONE_PATH = "Drop gradients at the same place in each step, or capture one function for each path."
 # The mode of a call, by the names that the user knows.
 _Mode = Mapping[str, Hashable]
 # The graphs of a call, with the tensors and host values of its arguments.
 _Found = tuple[GraphsOfSignature[StepResult], tuple[list[Tensor], list[Any]]]
 _log = logging.getLogger(__name__)
-
-
-class _MixedWarmUpError(CUDAGraphError):
-    """Raised by a capture of a step that is on another path than its warm-up was."""
 
 
 @dataclass
@@ -141,13 +142,20 @@ class _Call(Step[StepResult]):
 
     def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
         kind, capturing = self.kind, cut is not None
-        result = self.recorder.record(
-            batch, self.arguments, kind.gradient_effects, kind.guards, capturing
-        )
         # Others of a group would wait for the outcome of this capture.
-        is_bounded = kind.engine.invalidation.warm_ups < _MAX_WARM_UPS and not is_in_group()
-        if capturing and is_bounded and kind.gradient_effects.are_mixed():
-            raise _MixedWarmUpError
+        is_compared = capturing and not is_in_group()
+        is_bounded = kind.engine.invalidation.warm_ups < _MAX_WARM_UPS
+        try:
+            with kind.gradient_effects.dropping() if is_compared else nullcontext():
+                result = self.recorder.record(
+                    batch, self.arguments, kind.gradient_effects, kind.guards, capturing
+                )
+        except MixedWarmUpError:
+            if is_bounded:
+                raise
+            raise UnsupportedError(_MIXED, _ONE_PATH) from None
+        if is_compared and is_bounded and kind.gradient_effects.are_mixed():
+            raise MixedWarmUpError
         return result
 
     def state(self) -> dict[str, Tensor]:
@@ -306,7 +314,7 @@ class StepRun:
         try:
             try:
                 return kind.engine.step(step, graphs)
-            except _MixedWarmUpError:
+            except MixedWarmUpError:
                 kind.begin_again()
                 step.signature = None
                 return kind.engine.step(step)

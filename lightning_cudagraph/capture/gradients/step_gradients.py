@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
 from lightning_cudagraph.capture.gradients.external_references import adopt, gradients_of, in_memory_of
 from lightning_cudagraph.tensors.layouts import Layouts
+from lightning_cudagraph.tensors.writes import storage_id
 
 
 class StepGradients:
@@ -22,6 +23,7 @@ class StepGradients:
     Attributes:
         makes: the parameters with gradients that the step makes.
         accumulated: the gradients that it adds to, at the addresses in the graph.
+        only_reads: the parameters with gradients among these that it does not write.
     """
 
     def __init__(
@@ -37,6 +39,11 @@ class StepGradients:
         # graph is valid only as long as they have none before the step.
         self.absent = [parameter for parameter in added if parameter.grad is None]
         self.makes = [*dropped, *self.absent]
+        self.only_reads: list[nn.Parameter] = []
+
+    def note_written(self, storages: Container[int]) -> None:
+        """Note the memory that the step writes: zeros do not serve as a gradient that it only reads."""
+        self.only_reads = [p for p, gradient in self.accumulated if storage_id(gradient) not in storages]
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -61,8 +68,8 @@ class StepGradients:
         """
         if any(parameter.grad is not None for parameter in self.absent):
             return "a parameter that had no gradient before the step has one now"
-        is_strict = is_varied and not self.dropped
-        if is_strict and any(parameter.grad is None for parameter, _ in self.accumulated):
+        strict = self.adds if is_varied and not self.dropped else self.only_reads
+        if any(parameter.grad is None for parameter in strict):
             return "a parameter that had a gradient before the step has none now"
         return None
 

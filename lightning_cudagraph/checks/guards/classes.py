@@ -49,11 +49,11 @@ class _Own(Versions):
     """The methods that objects have of their own, in place of those of their classes."""
 
     def __init__(self, owners: list[object]) -> None:
-        super().__init__([*map(vars, owners)], [*map(_methods_of, map(type, owners))])
+        self._methods = [*map(_methods_of, map(type, owners))]
+        super().__init__(map(vars, owners))
 
     def _content(self, index: int) -> tuple[list[Any], list[Any]]:
-        held, names = self.dicts[index], self._names[index]
-        assert isinstance(names, frozenset)
+        held, names = self.dicts[index], self._methods[index]
         # In C, because some of these dictionaries are written to in every step.
         if names.isdisjoint(held):
             return [], []

@@ -332,6 +332,8 @@ class FastPath:
             or (loop.max_steps != -1 and loop.global_step >= loop.max_steps)
             or self._validation_now() != self._validation
             or (self._validates and loop._should_check_val_fx(data_fetcher))
+            # Those step once more code could stop the loop.
+            or any(c.reduce_on_plateau and c.interval == "step" for c in trainer.lr_scheduler_configs)
             or self._steps.phase is not Phase.CAPTURED
             or (self._disturbed and self._look_again())
         )
@@ -345,8 +347,6 @@ class FastPath:
     def _between(self) -> None:
         """Do what `on_advance_end` of lightning 2.6 does without validation, and end the iteration."""
         loop = self._loop
-        if self._trainer.lr_scheduler_configs:
-            loop.update_lr_schedulers("step", update_plateau_schedulers=True)
         if not self._accumulates:
             loop._batches_that_stepped += 1
         loop.on_iteration_done()
