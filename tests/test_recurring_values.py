@@ -246,9 +246,8 @@ def test_values_that_never_recur(tmp_path: Path, accelerator: str) -> None:
     assert "compare `self.global_step`" in remedy
 
 
-@pytest.mark.parametrize(
-    "net", [ChangesMore, pytest.param(NewConfig, marks=long), pytest.param(NoValueAtTimes, marks=long)]
-)
+@long
+@pytest.mark.parametrize("net", [ChangesMore, NewConfig, NoValueAtTimes])
 def test_another_change(tmp_path: Path, accelerator: str, net: Any) -> None:
     """It makes all graphs stale; then the values that recur have new ones."""
     run = both(tmp_path, accelerator, lambda: net(STRINGS, each_step))
@@ -319,6 +318,7 @@ class Named(InPhases):
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`:UserWarning")
+@long
 def test_names_in_batches(tmp_path: Path, accelerator: str) -> None:
     data: Any = [(*each, f"file {i}") for i, each in enumerate(loader(batches=BATCHES, ragged=False))]
     run = both(
