@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph import CUDAGraphCallback, GraphedStep, HookError
+from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep, HookError
 from lightning_cudagraph.checks.guards.recurring import RecurringValues
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.loops import Loop, device_of, run
@@ -575,3 +575,36 @@ def test_a_warm_up_that_drops_what_the_capture_adds_to(
         return found
 
     assert not differences(losses(is_graphed=False), losses(is_graphed=True))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_error_after_a_warm_up_that_begins_again(accelerator: str, reads: bool) -> None:
+    """The user's own error stands alone, and so does the finding of a step that is refused."""
+    net = nn.Linear(6, 4).to(device_of(accelerator))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    drops = True
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        if drops:
+            optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if not (drops or reads):
+            raise ValueError("of the user")
+        return loss * 2 if reads and loss.item() > 0 else loss
+
+    x = torch.randn(8, 6, device=device_of(accelerator))
+
+    def calls(number: int) -> None:
+        for _ in range(number):
+            step(x)
+
+    with GraphedStep(train, modules=net, optimizers=optimizer) as step:
+        calls(3)
+        drops = False
+        with pytest.raises((ValueError, CaptureError)) as caught:
+            calls(6)
+    assert caught.value.__context__ is None
+    assert "MixedWarmUp" not in str(caught.value)
+    assert isinstance(caught.value, CaptureError if reads else ValueError)

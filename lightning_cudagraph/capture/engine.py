@@ -149,7 +149,11 @@ class StepEngine(Generic[T]):
         if intent is Intent.CAPTURE:
             self.admission.make_room(signature)
             step.refresh(None)
-            captured, reason, raised = self._captures.attempt(step, signature)
+            try:
+                captured, reason, raised = self._captures.attempt(step, signature)
+            except BaseException:
+                self._copies.put_back()
+                raise
             if captured is None and not reason:
                 self._copies.put_back()
                 step.signature = self.graphs.signature_of(step)

@@ -138,7 +138,9 @@ class GradientEffects:
         without memory of their own, which no op may take.
         """
         pure = [p for p in self._known().values() if id(p) in self._pure_drops]
-        dropped = [(p, torch.empty((), dtype=p.dtype, device=p.device).expand_as(p)) for p in pure]
+        kinds = [(getattr(p, "grad_dtype", None) or p.dtype, p.device) for p in pure]
+        memory = {kind: torch.empty((), dtype=kind[0], device=kind[1]) for kind in dict.fromkeys(kinds)}
+        dropped = [(p, memory[kind].expand_as(p)) for p, kind in zip(pure, kinds, strict=True)]
         for parameter, gradient in dropped:
             parameter.grad = gradient
         with _Dropped({storage_id(gradient) for _, gradient in dropped}) as watch:

@@ -32,12 +32,14 @@ from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_mo
 from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import is_gathering
 from lightning_cudagraph.errors import UnsupportedError, Wording, wrong_argument
 from lightning_cudagraph.graphed_step.gradients import GradientEffects, MixedWarmUpError
-from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of, is_in_group
+from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
 from lightning_cudagraph.graphed_step.record import (
     Arguments,
     StepFunction,
@@ -59,7 +61,7 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 # Global switches of torch are compared once in this number of calls.
 _SUSPECT_EVERY_N_CALLS = 64
 _MAX_NAMED = 3  # in notes
-_MAX_WARM_UPS = 8  # after which a warm-up on several paths is not repeated
+_MAX_MIXED = 8  # warm-ups on several paths in a row, after which they are not repeated
 _MIXED = (
     "The step uses a gradient that each of the warm-up steps before has dropped: it is on another path"
     " than these, again and again."
@@ -84,6 +86,7 @@ class _Specialization:
     digest: int
     calls: int = 0
     warm_ups: int = 0
+    mixed_warm_ups: int = 0
 
     def graphs_of(self, arguments: Arguments, mode: _Mode, device_type: str) -> _Found | None:
         """Return the graphs of a call that a quick comparison shows to have this specialization."""
@@ -101,6 +104,7 @@ class _Specialization:
 
     def begin_again(self) -> None:
         """Warm up again, and compare from now on what the step reads: it leads to different paths."""
+        self.mixed_warm_ups += 1
         mentioned = [*self.guards.mentioned]
         self.engine.invalidation.forget()
         self.guards.mentioned += mentioned
@@ -142,9 +146,9 @@ class _Call(Step[StepResult]):
 
     def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
         kind, capturing = self.kind, cut is not None
-        # Others of a group would wait for the outcome of this capture.
-        is_compared = capturing and not is_in_group()
-        is_bounded = kind.engine.invalidation.warm_ups < _MAX_WARM_UPS
+        # Other processes would wait for the outcome of this capture.
+        is_compared = capturing and not (are_several() or is_gathering())
+        is_bounded = kind.mixed_warm_ups < _MAX_MIXED
         try:
             with kind.gradient_effects.dropping() if is_compared else nullcontext():
                 result = self.recorder.record(
@@ -314,12 +318,15 @@ class StepRun:
         try:
             try:
                 return kind.engine.step(step, graphs)
-            except MixedWarmUpError:
-                kind.begin_again()
-                step.signature = None
-                return kind.engine.step(step)
+            except MixedWarmUpError as error:
+                clear_frames(error)
+            kind.begin_again()
+            step.signature = None
+            return kind.engine.step(step)
         finally:
             signature = step.signature  # None after a replay at once
+            if self.counts.captures != captures:
+                kind.mixed_warm_ups = 0
             if signature is not None and (
                 self.counts.captures != captures or kind.engine.admission.is_refused(signature)
             ):
