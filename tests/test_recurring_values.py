@@ -543,66 +543,120 @@ def test_a_number_that_a_closure_reads(accelerator: str) -> None:
     assert reason.endswith("expected 2.0, found 1.0")
 
 
+class Summing:
+    """Trains two layers, and drops the gradients of those that it is told to drop."""
+
+    def __init__(self, accelerator: str) -> None:
+        torch.manual_seed(1)
+        self.nets = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]).to(device_of(accelerator))
+        self.optimizer = torch.optim.SGD(self.nets.parameters(), lr=0.1)
+        self.drops_first = self.drops_second = True
+        self.then: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.drops_first:
+            self.nets[0].zero_grad()
+        if self.drops_second:
+            self.nets[1].zero_grad()
+        return self.train(x)
+
+    def train(self, x: torch.Tensor) -> torch.Tensor:
+        loss = sum(net(x).square().mean() for net in self.nets)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        self.optimizer.step()
+        return self.then(loss)
+
+    def graphed(self, **options: Any) -> Any:
+        return GraphedStep(self, modules=self.nets, optimizers=self.optimizer, **options)
+
+
 @pytest.mark.parametrize("others", [frozenset(range(3)), frozenset(range(0, 48, 5))])
 @pytest.mark.parametrize("options", [{"verify": None}, {"on_unsupported": "eager"}, {}])
 def test_a_warm_up_that_drops_what_the_capture_adds_to(
     accelerator: str, options: dict[str, Any], others: frozenset[int]
 ) -> None:
     """Gradients are dropped in the steps of the warm-up alone, or in some of the later ones."""
-    device = device_of(accelerator)
 
     def losses(is_graphed: bool) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        net = nn.Linear(6, 4).to(device)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        drops = True
-
-        def train(x: torch.Tensor) -> torch.Tensor:
-            if drops:
-                optimizer.zero_grad()
-            loss = net(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
+        train = Summing(accelerator)
         found: list[torch.Tensor] = []
-        graphed: Any = GraphedStep(train, modules=net, optimizers=optimizer, **options)
-        with graphed:
+        with train.graphed(**options) as graphed:
             for index in range(48):
-                drops = index < 3 or index in others
-                found.append((graphed if is_graphed else train)(torch.randn(8, 6, device=device)))
+                train.drops_first = train.drops_second = index < 3 or index in others
+                x = torch.randn(8, 6, device=device_of(accelerator))
+                found.append((graphed if is_graphed else train)(x))
             assert not is_graphed or graphed.summary.calls.replayed > 24
         return found
 
     assert not differences(losses(is_graphed=False), losses(is_graphed=True))
 
 
+class SummingBehindNames(Summing):
+    """Decides by attributes whose names are put together at run time, which guards do not compare."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for net, name in zip(self.nets, ("first", "second"), strict=True):
+            if getattr(self, f"drops_{name}"):
+                net.zero_grad()
+        return self.train(x)
+
+
+def test_warm_ups_that_never_agree_with_the_capture(accelerator: str) -> None:
+    """Each capture adds to a gradient that the steps of its own warm-up have dropped."""
+    train = SummingBehindNames(accelerator)
+    x = torch.randn(8, 6, device=device_of(accelerator))
+    with train.graphed(on_unsupported="eager") as step:
+        for index in range(60):
+            train.drops_first = index % 6 != 3
+            train.drops_second = index % 6 != 0 or index == 0
+            step(x)
+        calls = step.summary.calls
+    assert calls.captures == 1  # before the first of them
+    assert any("on another path than these, again and again" in reason for reason in calls.eager)
+
+
+def test_gradients_that_user_code_holds_while_a_warm_up_begins_again(accelerator: str) -> None:
+    """They are those of the parameters still, and are added to."""
+
+    def sums(is_graphed: bool) -> list[torch.Tensor]:
+        train = Summing(accelerator)
+        train.optimizer = torch.optim.SGD(train.nets[1].parameters(), lr=0.1)
+        train.drops_first = False
+        first = [*train.nets[0].parameters()]
+        kept: list[Any] = []
+        with train.graphed(verify=None) as graphed:
+            for index in range(14):
+                train.drops_second = index < 10
+                x = torch.randn(8, 6, device=device_of(accelerator))
+                (graphed if is_graphed else train)(x)
+                if index == 6:
+                    kept = [parameter.grad for parameter in first]
+            assert all(p.grad is gradient for p, gradient in zip(first, kept, strict=True))
+        return [gradient.clone() for gradient in kept]
+
+    assert not differences(sums(is_graphed=False), sums(is_graphed=True))
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_an_error_after_a_warm_up_that_begins_again(accelerator: str, reads: bool) -> None:
     """The user's own error stands alone, and so does the finding of a step that is refused."""
-    net = nn.Linear(6, 4).to(device_of(accelerator))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    drops = True
+    train = Summing(accelerator)
+    x = torch.randn(8, 6, device=device_of(accelerator))
 
-    def train(x: torch.Tensor) -> torch.Tensor:
-        if drops:
-            optimizer.zero_grad()
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        if not (drops or reads):
+    def then(loss: torch.Tensor) -> torch.Tensor:
+        if not (train.drops_first or reads):
             raise ValueError("of the user")
         return loss * 2 if reads and loss.item() > 0 else loss
-
-    x = torch.randn(8, 6, device=device_of(accelerator))
 
     def calls(number: int) -> None:
         for _ in range(number):
             step(x)
 
-    with GraphedStep(train, modules=net, optimizers=optimizer) as step:
+    train.then = then
+    with train.graphed() as step:
         calls(3)
-        drops = False
+        train.drops_first = train.drops_second = False
         with pytest.raises((ValueError, CaptureError)) as caught:
             calls(6)
     assert caught.value.__context__ is None

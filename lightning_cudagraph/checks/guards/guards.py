@@ -410,7 +410,7 @@ class Guards:
         return attribute
 
     def are_taken_before(self, attributes: Iterable[tuple[int, Any]]) -> bool:
-        """True if graphs were captured with the values of attributes from before they were set apart."""
+        """True if graphs were captured with the values that attributes had before they counted."""
         walk, known = self._walk, self.recurring.attributes
         return walk is not None and all(
             form(was) == known[place].before for place in attributes for was in walk.recorded(*place)
