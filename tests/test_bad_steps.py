@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import queue
 import random
 import re
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +23,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, UnsupportedError
+from lightning_cudagraph.checks.audit.effects import Effects
+from lightning_cudagraph.checks.walk.scope import Scope
+from lightning_cudagraph.checks.walk.walker import Walk
+from lightning_cudagraph.compat.attributes import do_nothing
 from tests.harness import Net, assert_same, make, train
 
 
@@ -251,6 +257,33 @@ def test_raises_with_the_users_line(tmp_path: Path, accelerator: str, cls: type[
     assert text.count("A CUDA graph cannot hold") <= 1
 
 
+def _start() -> None:
+    thread = threading.Thread(target=do_nothing)
+    thread.start()
+    thread.join()
+
+
+_HANDOVERS: dict[str, Callable[[], object]] = {
+    "a pool": lambda: _POOL.submit(do_nothing).result(),
+    "a thread": _start,
+    "a queue": lambda: queue.Queue().put(1),
+    "a queue of C": lambda: queue.SimpleQueue().put(1),
+    "an event": lambda: threading.Event().set(),
+}
+
+
+@pytest.mark.parametrize("name", _HANDOVERS)
+def test_handing_something_to_another_thread_is_told(name: str) -> None:
+    told: list[None] = []
+    effects = Effects(lambda mentioned: Walk([], Scope()), frozenset(), lambda module: False)
+    with effects.watched(lambda: told.append(None)):
+        len([torch.ones(2).sum()])
+    assert not told
+    with effects.watched(lambda: told.append(None)):
+        _HANDOVERS[name]()
+    assert len(told) >= 2
+
+
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("cls", BAD, ids=lambda cls: cls.__name__)
 def test_goes_on_eagerly_with_the_same_numbers(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
@@ -359,13 +392,10 @@ class Counts(Reads):
 class Matrices(Reads):
     """Its `sample` calls a constraint, which is no check of an argument."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        df, factor = torch.tensor(4.0), torch.eye(3)
-        self.wishart = torch.distributions.Wishart(df, scale_tril=factor, validate_args=False)
-
     def read(self, x: Tensor, y: Tensor) -> None:
-        self.wishart.sample()  # BAD
+        df, factor = x.new_full((), 4.0), torch.eye(3, device=x.device)
+        wishart = torch.distributions.Wishart(df, scale_tril=factor, validate_args=False)
+        wishart.sample()  # BAD
 
 
 class MaskOfATransformer(Reads):
@@ -870,7 +900,7 @@ REMEDIES: dict[type[Net], str] = {
     PointerOfColumns: PLACES,
     NotItself: "Count in a buffer, `self.bad",
     Covariance: "`scale_tril=torch.linalg.cholesky_ex(covariance)[0]`",
-    CheckedCovariance: "Pass `validate_args=False` to the distribution.*docs/recipes/distributions.md",
+    CheckedCovariance: "Pass `validate_args=False`.*docs/recipes/distributions.md",
     LowRank: "Use `MultivariateNormal(loc, scale_tril=.*`factor @ factor.mT + torch.diag_embed(",
     ChoosesADistribution: "Write it out in tensors.*docs/recipes/distribution_samples.md",
     OnASimplex: "gradient of `cumprod`.*Write it out in tensors.*docs/recipes/distribution_samples.md",

@@ -320,3 +320,17 @@ def test_a_generator_that_is_set_inside() -> None:
 def test_too_much() -> None:
     with pytest.raises(CaptureError, match="more than 4 MiB that the host draws"):
         Captured(lambda: torch.rand(1 << 20).to(META).add(torch.rand(1).to(META)))
+
+
+def test_an_eager_pass_of_a_check_draws_unseen_what_a_graph_draws() -> None:
+    captured, other = Captured(lambda: torch.rand(3).to(META)), torch.Generator()
+    seen, seen_of_other = generator_state(torch.default_generator), generator_state(other)
+    assert seen is not None
+    assert seen_of_other is not None
+    before = seen[0](), seen_of_other[0]()
+    with captured.generators.repeated():
+        torch.rand(3)
+        torch.rand(3, generator=other)
+        assert seen[0]() == before[0]
+        assert seen_of_other[0]() != before[1]
+    assert seen[0]() != before[0]

@@ -8,7 +8,7 @@ bit for bit; and, with the guards off, that it does train wrong, so that the tes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
+from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.step_audit import StepAudit
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
@@ -244,6 +245,7 @@ def _switch_off(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Guards, "changed", lambda self: None)
     elif what == "audit":
         monkeypatch.setattr(captured_run, "step_audit", _no_audit)
+        monkeypatch.setattr(Effects, "refused", lambda *args: nullcontext())
     elif what == "index":
         monkeypatch.setattr(StepNumbers, "noted", lambda self, reads, batch_idx: 3)
     elif what == "mirror":

@@ -78,6 +78,12 @@ class Backend(Protocol):
     def is_on_side_stream(self) -> bool:
         """True if the current stream is the side stream: graphs are replayed in order there."""
 
+    def join_other_threads(self) -> None:
+        """Order the work so far on the side stream and on the default stream, that of other threads.
+
+        What a step hands to another thread is then complete there, as it is without a side stream.
+        """
+
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         """Capture the work of `body` without executing it.
 

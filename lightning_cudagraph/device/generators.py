@@ -7,7 +7,7 @@ capture, as nothing has to know them before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +52,10 @@ class Generators:
         """Add a generator of the host that a graph for another device draws from."""
         self._on_host[_address(generator)] = generator
 
+    def repeated(self) -> AbstractContextManager[None]:
+        """Hide draws of an eager pass from generators of the host that graphs draw from, too."""
+        return setting(_hidden_draws, value=_RepeatedDraws(self._on_host))
+
     @property
     def _besides(self) -> list[torch.Generator]:
         return [*self.extra, *self._on_host.values()]
@@ -83,7 +87,25 @@ class _Drawn:
         return not _are_same(self.generator.get_state(), self.after)
 
 
-_under_capture: OfThread[HostDraws | None] = OfThread(None)
+class _RepeatedDraws:
+    """The draws of an eager pass of a check, which repeats those of a graph.
+
+    Args:
+        generators: of the host, by address; graphs draw from them.
+    """
+
+    def __init__(self, generators: Mapping[int, torch.Generator]) -> None:
+        self._before = {address: generator.get_state() for address, generator in generators.items()}
+
+    def hides(self, generator: torch.Generator) -> bool:
+        return _address(generator) in self._before
+
+    def before(self, generator: torch.Generator) -> Tensor:
+        """The state before the pass."""
+        return self._before[_address(generator)]
+
+
+_hidden_draws: OfThread[HostDraws | _RepeatedDraws | None] = OfThread(None)
 
 
 class HostDraws:
@@ -102,7 +124,7 @@ class HostDraws:
 
     def hidden(self) -> AbstractContextManager[None]:
         """Hide the draws of this thread from `state_seen` in the `with` block."""
-        return setting(_under_capture, value=self)
+        return setting(_hidden_draws, value=self)
 
     @contextmanager
     def noted(self, generator: torch.Generator) -> Iterator[None]:
@@ -137,7 +159,7 @@ class HostDraws:
 
 def state_seen(generator: torch.Generator) -> Tensor:
     """The state of a generator on the host, without the draws that replays repeat."""
-    draws = _under_capture.value
+    draws = _hidden_draws.value
     if draws is None or not draws.hides(generator):
         return generator.get_state()
     return draws.before(generator)
@@ -145,7 +167,7 @@ def state_seen(generator: torch.Generator) -> Tensor:
 
 def set_seen(generator: torch.Generator, state: Tensor) -> None:
     """Set a generator on the host; not one with draws that `state_seen` hides: it is put back later."""
-    draws = _under_capture.value
+    draws = _hidden_draws.value
     if draws is None or not draws.hides(generator):
         generator.set_state(state)
 

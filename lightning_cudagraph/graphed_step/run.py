@@ -78,6 +78,7 @@ _log = logging.getLogger(__name__)
 class _Specialization:
     """The engine for calls with one signature of arguments in one mode, with effects of a warm-up."""
 
+    backend: Backend
     signature: Signature
     mode: _Mode
     engine: StepEngine[StepResult]
@@ -119,7 +120,7 @@ class _Specialization:
     def learning(self, own_memory: Collection[int]) -> Iterator[None]:
         """Watch a warm-up step."""
         with ExitStack() as stack:
-            stack.enter_context(self.guards.effects.watched())
+            stack.enter_context(self.guards.effects.watched(self.backend.join_other_threads))
             if not self.engine.graphs:
                 stack.enter_context(self.gradient_effects.learning(own_memory))
             yield
@@ -436,7 +437,7 @@ class StepRun:
         )
         digest = digest_of(f"{_shapes(batch)} {mode}")
         made = _Specialization(
-            signature, mode, engine, guards, self._recorder.gradient_effects(), digest
+            self.backend, signature, mode, engine, guards, self._recorder.gradient_effects(), digest
         )
         return made
 

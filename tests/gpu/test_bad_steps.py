@@ -1,5 +1,6 @@
 """The bad steps of `tests/test_bad_steps.py` on CUDA, and those that only CUDA can refuse."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,34 @@ class ToHost(Net):
         loss = super().training_step(batch, batch_idx)["loss"]
         loss.detach().cpu()
         return loss
+
+
+class ReadsInAThread(Net):
+    """Another thread, which works on the default stream, reads what the device takes long to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = ThreadPoolExecutor(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.cuda._sleep(50_000_000)  # cycles, some 25 ms
+        loss = super().training_step(batch, batch_idx)["loss"]
+        scale = self.pool.submit(lambda: 1 + loss.detach().item()).result()
+        made = self.pool.submit(self.made_late, loss.detach()).result()
+        return loss * scale + made
+
+    def made_late(self, loss: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(50_000_000)
+        return loss.square()
+
+
+def test_what_another_thread_reads_and_makes_in_a_warm_up(tmp_path: Path, accelerator: str) -> None:
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 1}
+    plain = train(make(ReadsInAThread), tmp_path / "plain", **kwargs)
+    callback = CUDAGraphCallback(on_unsupported="eager")
+    eager = train(make(ReadsInAThread), tmp_path / "eager", callback, **kwargs)
+    assert eager.counts.warmed_up == 3
+    assert_same(plain, eager)
 
 
 @pytest.mark.parametrize("cls", [Synchronizes, OlderThanTheStep, WritesToTheHost, ToHost])

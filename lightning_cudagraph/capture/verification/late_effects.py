@@ -100,6 +100,7 @@ class LateEffects:
                 known = [*guards.all_mentioned().users_code, *guards.effects.mentioned.users_code]
                 stack.enter_context(other_code_refused(known))
                 stack.enter_context(rehearsals_audited())
+                stack.enter_context(run.backend.generators.repeated())
                 # In inference mode, ops that consist of others reach the mode whole, which takes
                 # autocast from the others.
                 if self._is_alone and not torch.is_inference_mode_enabled():

@@ -7,6 +7,8 @@ the host, and of methods that Lightning calls around the step.
 
 from __future__ import annotations
 
+import _queue
+import _thread
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ from lightning_cudagraph.checks.walk.kinds import hides_state
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved
 from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.checks.walk.walker import Walk
+from lightning_cudagraph.compat.attributes import do_nothing
 from lightning_cudagraph.device.lines.user_lines import is_users
 from lightning_cudagraph.device.refusals.first_refusal import is_of_receiver, located, refuse
 from lightning_cudagraph.device.sentry.own_modes import not_compiled
@@ -40,6 +43,14 @@ from lightning_cudagraph.tensors.static import BatchChange
 
 # The start of paths in an optimizer: a step without the optimizer can still be captured.
 _OF_OPTIMIZER = "the optimizer"
+# What hands objects to other threads, or waits for them, is built on the functions and classes of these.
+_OF_THREADS = (_thread, _queue)
+_HANDOVERS = frozenset(
+    kind
+    for module in _OF_THREADS
+    for kind in vars(module).values()
+    if isinstance(kind, type) and kind.__module__ == module.__name__
+)
 
 
 def optimizer_roots(optimizers: Iterable[Optimizer], with_options: bool) -> Iterator[Root]:
@@ -89,14 +100,17 @@ class Effects:
         self._hiding.clear()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, at_handover: Callable[[], object] = do_nothing) -> Iterator[None]:
         """Record the effects of the enclosed warm-up step.
 
         Only the last warm-up step of each kind counts: lazy initialisation is done before it.
+
+        Args:
+            at_handover: called before and after each call that may hand objects to another thread.
         """
         walk = self._walk(self.mentioned)
         used: dict[int, Any] = {}
-        with _code_noted(self.mentioned, walk, used):
+        with _code_noted(self.mentioned, walk, used, at_handover):
             yield
         signature, phase = self.kind
         if signature not in self._found:
@@ -197,7 +211,9 @@ def _hiding(walk: Walk) -> Callable[[Any], bool]:
 
 
 @contextmanager
-def _code_noted(mentioned: MentionedNames, walk: Walk, used: dict[int, Any]) -> Iterator[None]:
+def _code_noted(
+    mentioned: MentionedNames, walk: Walk, used: dict[int, Any], at_handover: Callable[[], object]
+) -> Iterator[None]:
     """Add user code that runs in this thread, and its names, to `mentioned`.
 
     Add receivers of C calls to `used` if the walk cannot see their state.
@@ -207,12 +223,15 @@ def _code_noted(mentioned: MentionedNames, walk: Walk, used: dict[int, Any]) -> 
         return
     seen: dict[int, Any] = {id(code): code for code in mentioned.users_code}
     is_hiding, watched = _hiding(walk), walk.owners.get
+    modules = frozenset(map(id, _OF_THREADS))
 
     # Called twice for each call in the step, so it seldom calls a function of Python.
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call":
+        if event in ("c_call", "c_return"):
             receiver = argument.__self__
-            if watched(id(receiver)) is receiver is not None and is_hiding(receiver):
+            if type(receiver) in _HANDOVERS or id(receiver) in modules:
+                at_handover()
+            elif watched(id(receiver)) is receiver is not None and is_hiding(receiver):
                 used[id(receiver)] = receiver
         elif event == "call" and id(code := frame.f_code) not in seen:
             seen[id(code)] = code  # holds it, so that no id is reused

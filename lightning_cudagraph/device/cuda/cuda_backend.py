@@ -110,6 +110,11 @@ class CudaBackend:
     def is_on_side_stream(self) -> bool:
         return self._current_stream() == self._side_stream
 
+    def join_other_threads(self) -> None:
+        default = torch.cuda.default_stream(self.device)
+        default.wait_stream(self._side_stream)
+        self._side_stream.wait_stream(default)
+
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         torch.cuda.synchronize(self.device)
         self._collect()

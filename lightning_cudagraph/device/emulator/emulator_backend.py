@@ -95,6 +95,9 @@ class EmulatorBackend:
     def is_on_side_stream(self) -> bool:
         return True
 
+    def join_other_threads(self) -> None:
+        """Do nothing: work is done at once."""
+
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         graph = EmulatedGraph(self.streams)
         undo = Undo(self.generators)

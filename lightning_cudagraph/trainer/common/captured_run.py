@@ -148,7 +148,7 @@ class CapturedRun:
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Context of a warm-up step, of which metric calls and effects are watched."""
-        with self.metrics.learning(), self.guards.effects.watched():
+        with self.metrics.learning(), self.guards.effects.watched(self.backend.join_other_threads):
             yield
 
     @contextmanager
