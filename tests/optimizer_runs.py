@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.backend_for import backend_for
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
 from lightning_cudagraph.optim.scaler import PreparedScaler
 from tests.harness import differences

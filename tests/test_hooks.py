@@ -20,7 +20,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_cudagraph import CaptureError, CUDAGraphCallback, HookError, UnsupportedError
 from lightning_cudagraph.capture.graph import CaptureInstance
-from lightning_cudagraph.graphed_step.run import backend_for
+from lightning_cudagraph.device.backend_for import backend_for
 from tests.harness import Apart, Net, assert_same, differences, make, train
 from tests.rows import refused, row
 

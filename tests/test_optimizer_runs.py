@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_cudagraph.device.backend_for import backend_for
 from lightning_cudagraph.errors import CaptureError
-from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.optim.gate import Gate
 from lightning_cudagraph.optim.host_arithmetic import scalar_ops
 from lightning_cudagraph.optim.host_arithmetic.host_program import HostProgram, HostScalar

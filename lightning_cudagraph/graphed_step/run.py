@@ -10,9 +10,8 @@ verification, the counts, and the limit on graphs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.capture.context import CaptureSettings, RunContext
 from lightning_cudagraph.capture.engine import StepEngine
-from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
 from lightning_cudagraph.capture.signatures.sizes import Sizes
-from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
+from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.guards.structure import Identity
@@ -33,12 +31,9 @@ from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
-from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
-from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.device.lines.user_lines import user_location
-from lightning_cudagraph.device.refusals.first_refusal import is_gathering
-from lightning_cudagraph.errors import UnsupportedError, Wording, wrong_argument
-from lightning_cudagraph.graphed_step.gradients import GradientEffects, MixedWarmUpError
+from lightning_cudagraph.errors import UnsupportedError, Wording
+from lightning_cudagraph.graphed_step.gradients import MixedWarmUpError
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several, digest_of
 from lightning_cudagraph.graphed_step.record import (
     Arguments,
@@ -48,6 +43,12 @@ from lightning_cudagraph.graphed_step.record import (
     copied,
 )
 from lightning_cudagraph.graphed_step.replicas import OWN_ATTRIBUTES
+from lightning_cudagraph.graphed_step.specialization import (
+    FoundGraphs,
+    Mode,
+    Specialization,
+    SpecializedStep,
+)
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.processes.agreement import Intent
@@ -61,125 +62,7 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 # Global switches of torch are compared once in this number of calls.
 _SUSPECT_EVERY_N_CALLS = 64
 _MAX_NAMED = 3  # in notes
-_MAX_MIXED = 8  # warm-ups on several paths in a row, after which they are not repeated
-_MIXED = (
-    "The step uses a gradient that each of the warm-up steps before has dropped: it is on another path"
-    " than these, again and again."
-)
-_ONE_PATH = "Drop gradients at the same place in each step, or capture one function for each path."
-# The mode of a call, by the names that the user knows.
-_Mode = Mapping[str, Hashable]
-# The graphs of a call, with the tensors and host values of its arguments.
-_Found = tuple[GraphsOfSignature[StepResult], tuple[list[Tensor], list[Any]]]
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Specialization:
-    """The engine for calls with one signature of arguments in one mode, with effects of a warm-up."""
-
-    backend: Backend
-    signature: Signature
-    mode: _Mode
-    engine: StepEngine[StepResult]
-    guards: Guards
-    gradient_effects: GradientEffects
-    digest: int
-    calls: int = 0
-    warm_ups: int = 0
-    mixed_warm_ups: int = 0
-
-    def graphs_of(self, arguments: Arguments, mode: _Mode, device_type: str) -> _Found | None:
-        """Return the graphs of a call that a quick comparison shows to have this specialization."""
-        latest = self.engine.graphs.latest
-        if latest is None or self.mode != mode or not self.signature.agrees(arguments.numbers):
-            return None
-        leaves = latest.static.leaves_of(arguments.batch, device_type)
-        return None if leaves is None else (latest, leaves)
-
-    @property
-    def is_decided(self) -> bool:
-        """True if a capture has succeeded, or has failed for good."""
-        engine = self.engine
-        return bool(engine.graphs) or engine.given_up or engine.admission.is_refused(self.signature)
-
-    def begin_again(self) -> None:
-        """Warm up again, and compare from now on what the step reads: it leads to different paths."""
-        self.mixed_warm_ups += 1
-        mentioned = [*self.guards.mentioned]
-        self.engine.invalidation.forget()
-        self.guards.mentioned += mentioned
-        self.guards.take(self.engine)
-
-    def is_of_one_kind(self, attributes: Collection[tuple[int, Any]]) -> bool:
-        """True if its graphs are of the values that new attributes of the signature had before."""
-        is_of_values = bool(self.engine.graphs) and self.guards.are_taken_before(attributes)
-        return is_of_values if attributes else self.is_decided
-
-    @contextmanager
-    def learning(self, own_memory: Collection[int]) -> Iterator[None]:
-        """Watch a warm-up step."""
-        with ExitStack() as stack:
-            stack.enter_context(self.guards.effects.watched(self.backend.join_other_threads))
-            if not self.engine.graphs:
-                stack.enter_context(self.gradient_effects.learning(own_memory))
-            yield
-
-
-@dataclass(kw_only=True, eq=False)
-class _Call(Step[StepResult]):
-    """The step of one call."""
-
-    optimizers: OptimizerSteps
-    recorder: StepRecorder
-    kind: _Specialization
-    arguments: Arguments
-    owns_gradients: bool
-    returned: list[Any] = field(default_factory=list)
-
-    def refresh(self, outputs: StepResult | None) -> None:
-        self.optimizers.note_moves()
-        if outputs is None:
-            self.optimizers.bring_state()
-
-    def run(self) -> None:
-        self.returned.append(self.recorder.run(self.arguments))
-
-    def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
-        kind, capturing = self.kind, cut is not None
-        # Other processes would wait for the outcome of this capture.
-        is_compared = capturing and not (are_several() or is_gathering())
-        is_bounded = kind.mixed_warm_ups < _MAX_MIXED
-        try:
-            with kind.gradient_effects.dropping() if is_compared else nullcontext():
-                result = self.recorder.record(
-                    batch, self.arguments, kind.gradient_effects, kind.guards, capturing
-                )
-        except MixedWarmUpError:
-            if is_bounded:
-                raise
-            raise UnsupportedError(_MIXED, _ONE_PATH) from None
-        if is_compared and is_bounded and kind.gradient_effects.are_mixed():
-            raise MixedWarmUpError
-        return result
-
-    def state(self) -> dict[str, Tensor]:
-        return self.recorder.state(self.kind.gradient_effects)
-
-    def transaction(self) -> AbstractContextManager[None]:
-        return self.recorder.undone()
-
-    def learning(self) -> AbstractContextManager[None]:
-        kind, warm_ups = self.kind, self.kind.engine.invalidation.warm_ups
-        if kind.warm_ups != warm_ups:  # what made graphs stale may change the effects too
-            kind.gradient_effects, kind.warm_ups = self.recorder.gradient_effects(), warm_ups
-        return kind.learning(self.recorder.own_memory(self.arguments))
-
-    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        return self.kind.gradient_effects.parameters()
-
-    def is_followed_by_user_code(self) -> bool:
-        return not self.owns_gradients
 
 
 class StepRun:
@@ -205,8 +88,8 @@ class StepRun:
         self._wording = wording
         self._reads = of.framework.host_reads or HostReads(user_location, are_all=True)
         self._notes: list[str] = []  # of kinds that were dropped
-        self._specializations: dict[Signature, _Specialization] = {}
-        self._last: _Specialization | None = None
+        self._specializations: dict[Signature, Specialization] = {}
+        self._last: Specialization | None = None
         self._sizes = Sizes()  # of kinds that made room for others
         of.framework.check()
         refuse_rebound_methods()
@@ -285,7 +168,7 @@ class StepRun:
             self._processes.begin(kind.digest)
         if kind.calls % _SUSPECT_EVERY_N_CALLS == 0:
             kind.guards.suspect()
-        step = _Call(
+        step = SpecializedStep(
             arguments.batch,
             # One instance for each phase: its gradients have one address anyway.
             AccumulationPhase(True, kind.gradient_effects.finds_gradients()),
@@ -311,7 +194,7 @@ class StepRun:
         return copied(result.returned)
 
     def _step(
-        self, kind: _Specialization, step: _Call, graphs: GraphsOfSignature[StepResult] | None
+        self, kind: Specialization, step: SpecializedStep, graphs: GraphsOfSignature[StepResult] | None
     ) -> tuple[Phase, StepResult | None]:
         """Run a step; what captures read of host values tells which specializations there are."""
         reads, captures = self._reads, self.counts.captures
@@ -364,7 +247,7 @@ class StepRun:
             for kind in self._specializations.values():
                 stack.callback(kind.engine.close)
 
-    def _specialization(self, arguments: Arguments) -> tuple[_Specialization, _Found | None]:
+    def _specialization(self, arguments: Arguments) -> tuple[Specialization, FoundGraphs | None]:
         """Find the specialization of a call, and its graphs if a quick comparison finds them."""
         mode, last = self._mode(), self._last
         if last is not None and (found := last.graphs_of(arguments, mode, self.backend.device.type)):
@@ -377,10 +260,10 @@ class StepRun:
             self._specializations[signature] = self._specialized(signature, mode, arguments.batch)
         return self._specializations[signature], None
 
-    def _signature(self, arguments: Arguments, mode: _Mode) -> Signature:
+    def _signature(self, arguments: Arguments, mode: Mode) -> Signature:
         return Signature(arguments.batch, self.backend.device, mode, self._reads, arguments.numbers)
 
-    def _mode(self) -> _Mode:
+    def _mode(self) -> Mode:
         """Return the mode of a call: autograd, autocast, and the switches of DDP wrappers."""
         device_type = self.backend.device.type
         autocast = torch.is_autocast_enabled(device_type)
@@ -402,7 +285,7 @@ class StepRun:
             "DistributedDataParallel's switches": self._replicas.switches(),
         }
 
-    def _specialized(self, signature: Signature, mode: _Mode, batch: dict[str, Any]) -> _Specialization:
+    def _specialized(self, signature: Signature, mode: Mode, batch: dict[str, Any]) -> Specialization:
         optimizers = self._optimizers
         framework = self._framework
         name = getattr(self._function, "__name__", "")
@@ -436,7 +319,7 @@ class StepRun:
             have_one_signature=True,
         )
         digest = digest_of(f"{_shapes(batch)} {mode}")
-        made = _Specialization(
+        made = Specialization(
             self.backend, signature, mode, engine, guards, self._recorder.gradient_effects(), digest
         )
         return made
@@ -481,19 +364,3 @@ def _refuse_several_devices(model: nn.Module, device: torch.device) -> None:
                 f"The parameter `{name}` is on {parameter.device}, and others are on {device}.",
                 "Move all modules to one device.",
             )
-
-
-# The devices of the backends that the user can name.
-_DEVICES = {"cuda": "cuda", "emulator": "cpu"}
-
-
-def backend_for(device: torch.device, name: str = "auto", owner: str = "GraphedStep") -> Backend:
-    """Return the backend for a device, if it is the one that the argument `backend` of `owner` names."""
-    if _DEVICES.get(name, device.type) != device.type:
-        expected = f'one for {device}, where the step runs, such as "auto"'
-        raise wrong_argument(owner, "backend", name, expected)
-    if device.type == "cuda":
-        return CudaBackend(device)
-    if device.type == "cpu":
-        return EmulatorBackend()
-    raise UnsupportedError(f"The step runs on {device}, which has no CUDA graphs.", "Use a CUDA GPU.")

@@ -25,6 +25,7 @@ from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.device.backend_for import backend_for
 from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError, wrong_argument
@@ -33,7 +34,7 @@ from lightning_cudagraph.graphed_step.framework import framework_of
 from lightning_cudagraph.graphed_step.processes import StepProcesses, are_several
 from lightning_cudagraph.graphed_step.record import StepFunction
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
-from lightning_cudagraph.graphed_step.run import StepRun, backend_for
+from lightning_cudagraph.graphed_step.run import StepRun
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.timing.output.summary import RunSummary

@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.backend_for import backend_for
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.trainer.captured_modules.fallback import Fallback
 from lightning_cudagraph.trainer.captured_modules.training import ModulesTraining

@@ -19,11 +19,12 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_cudagraph.capture.context import CaptureSettings
 from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.compat.method_patches import Original, patch_method
+from lightning_cudagraph.device.backend_for import backend_for
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.graphed_step.framework import PlainLoop
 from lightning_cudagraph.graphed_step.record import StepFunction
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
-from lightning_cudagraph.graphed_step.run import StepRun, backend_for
+from lightning_cudagraph.graphed_step.run import StepRun
 from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.metrics.model_metrics import is_metric

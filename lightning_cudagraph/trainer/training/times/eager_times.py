@@ -16,9 +16,9 @@ import lightning.pytorch as pl
 
 from lightning_cudagraph.compat.method_patches import Original, in_place, patch_method
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.backend_for import backend_for
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.graphed_step.run import backend_for
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings, never_timed
 from lightning_cudagraph.timing.output.step_times import EagerSummary
