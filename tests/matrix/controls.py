@@ -81,7 +81,8 @@ CONTROLS: dict[str, Control] = {
     ),
     "guards, of a plain loop": Control(_NO_GUARDS, Case("attribute", "between two calls", "step")),
     "audit": Control(
-        {"lightning_cudagraph.trainer.common.captured_run.step_audit": _no_audit},
+        # What it would refuse is an effect of the captured step, too.
+        {f"{_PACKAGE}.trainer.common.captured_run.step_audit": _no_audit, **_NO_EFFECTS},
         Case("counter: attribute", setting=UNCHECKED),
     ),
     "walk": Control(_NO_WALK, Case("deque", _NEW, setting=UNCHECKED)),
