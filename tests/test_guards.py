@@ -834,6 +834,47 @@ def test_switches_with_setters(getter: Any, setter: Any, value: Any) -> None:
         setter(was)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("torch.backends.cuda.matmul.fp32_precision", "tf32"),
+        ("torch.backends.cudnn.conv.fp32_precision", "ieee"),
+        ("torch.backends.cudnn.rnn.fp32_precision", "ieee"),
+        ("torch.backends.cudnn.enabled", False),
+        ("torch.backends.cudnn.benchmark", True),
+        ("torch.backends.cudnn.deterministic", True),
+    ],
+)
+def test_switches_are_compared_before_each_replay(path: str, value: Any) -> None:
+    guards = _guards(_Layers())
+    assert guards.changed() is None
+    with _switched(path, value):
+        assert f"{path} changed from" in (guards.changed() or "")
+    assert guards.changed() is None
+
+
+@pytest.mark.parametrize(
+    ("getter", "setter", "value"),
+    [
+        (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+        (torch.get_num_threads, torch.set_num_threads, 7),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False),
+        (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+        (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False),
+    ],
+)
+def test_setters_are_noticed_before_each_replay(getter: Any, setter: Any, value: Any) -> None:
+    guards = _guards(_Layers())
+    was = getter()
+    setter(value)
+    try:
+        assert f"{getter.__name__}() changed from {was} to {value}" in (guards.changed() or "")
+    finally:
+        setter(was)
+    assert guards.changed() is None
+
+
 @pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32")  # torch 2.9
 def test_old_and_new_names_of_tf32_do_not_trouble_the_guards() -> None:
     """Reading the old names raises once somebody has written to the new ones."""

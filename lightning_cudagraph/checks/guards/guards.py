@@ -4,10 +4,9 @@
 
 A capture bakes in parameters, buffers, their addresses and layouts, optimizer state, submodules and
 their modes, classes and their functions, hyperparameters, Python values that the step mentions, hooks
-and a few global switches. All but the switches are compared before every replay. The switches, and all
-else in its labelled form, are compared at the start of an epoch, after validation, after a checkpoint,
-before a further capture, and after a hook was registered anywhere. Loading an optimizer state
-invalidates the graph by a hook.
+and global switches. They are compared before every replay; a few switches, and all else in its labelled
+form, at the start of an epoch, after validation, after a checkpoint, before a further capture, and after
+a hook was registered anywhere. Loading an optimizer state invalidates the graph by a hook.
 
 The comparison before every replay is prepared at the capture and gives a bool; the words for a change
 are made only when there is one. `benchmarks/guards.py` measures the price.
@@ -35,7 +34,7 @@ from lightning_cudagraph.checks.guards.one_pass import OnePass
 from lightning_cudagraph.checks.guards.recurring import RecurringValues, form
 from lightning_cudagraph.checks.guards.structure import TABLES, Structure, described
 from lightning_cudagraph.checks.guards.suspicions import Suspicions
-from lightning_cudagraph.checks.guards.switches import contexts, global_switches
+from lightning_cudagraph.checks.guards.switches import Contexts, global_switches
 from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage, namespace_of
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
@@ -133,7 +132,7 @@ class Guards:
         self._moved: Moved | None = None  # the last change, if it is one of a part of an object
         self._cheap: _State | None = None
         self._quick: object = None
-        self._contexts: tuple[object, ...] = ()
+        self._contexts: Contexts | None = None
         self._thorough: _State = {}
         self._suspect = False
         self._checked_steps = 0
@@ -201,7 +200,7 @@ class Guards:
         self._one_pass = None
         self._cheap = self._values.cheap()
         self._quick = self._quick_now()
-        self._contexts = contexts()
+        self._contexts = Contexts()
         self._thorough = self._thorough_state()
         self._suspect = False
 
@@ -332,7 +331,7 @@ class Guards:
         """Forget the record, when the graph is released."""
         self._cheap = None
         self._structure = self._one_pass = None
-        self._contexts = ()
+        self._contexts = None
         self._reads, self._thorough, self._hidden = [], {}, {}
         self._walk, self._unseen, self._moved = None, [], None
         self.suspicions.forget()
@@ -353,7 +352,7 @@ class Guards:
         self._moved = None
         if self._quick_now() != self._quick:
             return self._in_words("the settings of the optimizer changed")
-        if contexts() != self._contexts:
+        if self._contexts is not None and self._contexts.changed():
             return self._in_words("a mode of torch, or hooks on saved tensors, were entered or left")
         has_new_hooks = self._structure.registered_hooks()
         has_others = bool(self._unseen) or any(not same(was, read()) for _, read, was in self._reads)

@@ -121,6 +121,13 @@ _AUTOGRAD = (
     PrivateName("torch._C._len_torch_function_stack", (CAPTURES,), lambda length: length() >= 0),
     PrivateName("torch._C._len_torch_dispatch_stack", (CAPTURES,), lambda length: length() >= 0),
     *named("torch._C", "_get_function_stack_at _get_dispatch_stack_at", CAPTURES),
+    *named("torch._C", "_get_cudnn_enabled _get_cudnn_benchmark _get_cudnn_deterministic", CAPTURES),
+    PrivateName(
+        "torch._C._get_fp32_precision_getter", (CAPTURES,), lambda read: bool(read("cuda", "conv"))
+    ),
+    PrivateName(
+        "torch._C._dynamo.guards.GlobalStateGuard", (CAPTURES,), lambda guard: guard().check() is True
+    ),
     PrivateName(
         f"{_DISPATCH}._get_current_dispatch_mode", (CAPTURED_MODULES,), lambda mode: mode() is None
     ),
