@@ -1041,7 +1041,7 @@ def test_a_path_that_returns_none_is_eager_and_has_a_remedy(
     graph = train(make(LeavesBatchesOut), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
     assert_same(plain, graph)
     assert graph.counts.captures == 1
-    reason = r"a batch signature without a graph: `LeavesBatchesOut.training_step` returned None .* else"
+    reason = r"a path without a graph: `LeavesBatchesOut.training_step` returned None .* else"
     assert any(re.match(reason, eager) for eager in graph.counts.eager), graph.counts
     assert re.search(r"run eagerly: .* Remedy: Return the loss of every batch", caplog.text)
     mended = train(make(LetsTheOptimizerSkip), tmp_path / "mended", CUDAGraphCallback(), **kwargs)

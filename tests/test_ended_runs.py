@@ -124,6 +124,16 @@ def test_nothing_waits_for_a_device_that_may_hang(
     assert "ValueError" in str(callback.summary).splitlines()[1]
 
 
+def test_with_accumulation_the_batch_is_named(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback()
+    trainer = trainer_of(tmp_path, accelerator, callback, accumulate_grad_batches=2)
+    cls, error = ENDINGS["Ctrl-C"]
+    with pytest.raises(error or RuntimeError):
+        trainer.fit(make(cls), *loaders())
+    ended = str(callback.summary).splitlines()[1]
+    assert f"after step {trainer.global_step} (batch " in ended
+
+
 def test_an_eager_run_that_is_timed(
     tmp_path: Path, accelerator: str, printed: Callable[[], list[str]]
 ) -> None:

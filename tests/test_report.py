@@ -209,8 +209,8 @@ def test_reasons_are_below_their_stage() -> None:
         "  fit       3 warmed up, 200 replayed, 5 eager; captured 1 time(s) in 600 ms, 1.0 MiB taken",
         "            4 eager: b",
         "            1 eager: a",
-        "            captured again: c",
-        "            captured again: d",
+        "            invalidated: c",
+        "            invalidated: d",
         "            2 replay(s) verified against eager steps",
         "  validate  2 warmed up, 0 replayed, 0 eager; captured 0 time(s)",
         "            nothing was captured: e",
@@ -287,10 +287,10 @@ def test_what_changes_again_and_again_is_one_line() -> None:
     stage = StageSummary(captures=4, recaptures=(*reasons, "c"))
     lines = stage_lines("fit", stage)
     assert any(
-        line.startswith("            captured again 3 times: the address of `p` changed. Write into the")
+        line.startswith("            invalidated 3 times: the address of `p` changed. Write into the")
         for line in lines
     )
-    assert "            captured again: c" in lines
+    assert "            invalidated: c" in lines
     for reason in reasons:
         reason.is_after_pause = True
     assert "`p` changed. It was so at the start of an epoch" in str(stage_lines("fit", stage))

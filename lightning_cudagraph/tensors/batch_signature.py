@@ -232,6 +232,10 @@ class Signature:
 
     def another(self, other: Signature, word: str) -> str:
         """Describe another signature by its first difference; `word` is what users know it by."""
+        return f"another {self.word_for(other, word)}: {self.difference(other)}"
+
+    def word_for(self, other: Signature, word: str) -> str:
+        """Return "path" if another signature differs by what the step reads alone, else `word`."""
 
         def without_path(each: Signature) -> list[_Counted]:
             attributes = [] if each.reads is None else each.reads.attributes.values()
@@ -239,7 +243,7 @@ class Signature:
             return [counted for counted in each._what_counts() if counted[0] not in beside]
 
         is_path = self._key == other._key and without_path(self) == without_path(other)
-        return f"another {'path' if is_path else word}: {self.difference(other)}"
+        return "path" if is_path else word
 
     def difference(self, other: Signature) -> str:
         """Describe the first difference of `other` from this one: the leaf, expected and found."""

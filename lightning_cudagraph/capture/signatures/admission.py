@@ -160,12 +160,14 @@ class Admission(Generic[T]):
     def refuse(self, signature: Signature, error: UnsupportedError, change: str = "") -> None:
         """Run all later batches of this signature eagerly; others keep their graphs."""
         self._graphs.discard(signature)
-        wording, reason = self._run.wording, self._run.wording.of(error.reason)
+        wording, reason, first = self._run.wording, self._run.wording.of(error.reason), self._first
+        is_other = first is not None and first != signature
+        word = first.word_for(signature, wording.signature) if first and is_other else wording.signature
         candidate = self._candidates.setdefault(signature, _Candidate())
-        candidate.refused = f"a {wording.signature} without a graph: {reason}"
+        candidate.refused = f"a {word} without a graph: {reason}"
         since = f" since a change ({change})" if change else ""
         said = f"{reason} Remedy: {wording.of(error.remedy)}"
-        self._run.announce(f"Batches of one {wording.signature} run eagerly{since}: {said}")
+        self._run.announce(f"Batches of one {word} run eagerly{since}: {said}")
 
     def is_refused(self, signature: Signature) -> bool:
         """True if batches of this signature run eagerly, because a capture has failed."""

@@ -331,10 +331,14 @@ def _to_keep(change: Moved, keep: str) -> str:
     )
 
 
+# Replays do not draw, and so other code would get other numbers of the generator.
+_NO_OTHER_DRAWS = ", and nothing else draws from this generator (a dataset, an augmentation)"
+
+
 def effect_error(change: Moved, where: Location | None) -> CaptureError:
     """The error for an effect of a step on the host."""
     named = f"`{change.name}`" + (f" of {change.of}" if change.of else "")
-    allowed = allowance(change.name)
+    allowed = allowance(change.name, _NO_OTHER_DRAWS if change.draws else "")
     if change.draws:
         remedy = of_draw(() if where is None else consumers(where, change.attribute), allowed)
         return CaptureError(

@@ -72,9 +72,9 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
     for what, reasons in stage.recaptures_of().items():
         if len(reasons) > 1:
             remedy = f". {unstable[what]}" if what in unstable else ""
-            more.append(f"captured again {len(reasons)} times: {what}{remedy}")
+            more.append(f"invalidated {len(reasons)} times: {what}{remedy}")
         else:
-            more.append(f"captured again: {reasons[0]}")
+            more.append(f"invalidated: {reasons[0]}")
     if stage.captures:
         more.append(f"{stage.checked} replay(s) verified against eager steps")
     lines += [f"{'':<12}{line}" for line in more]

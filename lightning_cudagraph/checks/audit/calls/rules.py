@@ -46,10 +46,10 @@ class HostRules:
     noted: frozenset[str] = frozenset()
 
 
-def allowance(name: str) -> str:
-    """The end of a remedy: the argument that allows `name`."""
+def allowance(name: str, also: str = "") -> str:
+    """The end of a remedy: the argument that allows `name`; `also` is a further condition."""
     return (
-        " If nothing depends on it, no hook or callback either, allow it:"
+        f" If nothing depends on it, no hook or callback either{also}, allow it:"
         f' `CUDAGraphCallback(harmless=["{name}"])`.'
     )
 

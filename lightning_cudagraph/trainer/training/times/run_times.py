@@ -73,8 +73,19 @@ def step_number(trainer: pl.Trainer) -> int:
 
 
 def ended_by(trainer: pl.Trainer, exception: BaseException | None) -> str:
-    """The exception that ended a `fit`, and after which step, in words; empty for None."""
-    return "" if exception is None else f"{type(exception).__name__} after step {trainer.global_step}"
+    """The exception that ended a `fit`, and after which step, in words; empty for None.
+
+    Where a step of an optimizer is no batch, the number of batches is there, too.
+    """
+    if exception is None:
+        return ""
+    loop, words = (
+        trainer.fit_loop.epoch_loop,
+        f"{type(exception).__name__} after step {trainer.global_step}",
+    )
+    if trainer.accumulate_grad_batches == 1 and trainer.lightning_module.automatic_optimization:
+        return words
+    return f"{words} (batch {loop.batch_progress.total.completed})"
 
 
 class RunTimes:
