@@ -22,7 +22,7 @@ from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
 from lightning_cudagraph.tensors.local import is_around_another
-from lightning_cudagraph.tensors.writes import storage_id
+from lightning_cudagraph.tensors.writes import has_memory, storage_id
 
 
 class MixedWarmUpError(CUDAGraphError):
@@ -169,11 +169,6 @@ class NoGradients(GradientEffects):
         yield
 
 
-def _has_memory(leaf: Any) -> bool:
-    """True for a strided tensor; sparse ones, which no graph can hold, have no storage."""
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
-
-
 class _Watch(OwnDispatchMode):
     """Records the trainable leaves among the inputs of ops, and the storages that ops read."""
 
@@ -190,7 +185,7 @@ class _Watch(OwnDispatchMode):
         if any(map(is_around_another, types)):
             return NotImplemented  # the wrapper subclass dispatches its inner ops again
         kwargs = kwargs or {}
-        inputs = list(filter(_has_memory, tree_iter((args, kwargs))))
+        inputs = list(filter(has_memory, tree_iter((args, kwargs))))
         for tensor in inputs:
             self.read.add(storage_id(tensor))
             if tensor.requires_grad and tensor.is_leaf and storage_id(tensor) not in self._made:
@@ -198,7 +193,7 @@ class _Watch(OwnDispatchMode):
         with reaching(func, self._device_type):
             result = func(*args, **kwargs)
         given = {storage_id(tensor) for tensor in inputs}
-        made = set(map(storage_id, filter(_has_memory, tree_iter(result))))
+        made = set(map(storage_id, filter(has_memory, tree_iter(result))))
         self._made |= made - given
         return result
 
@@ -217,7 +212,7 @@ class _Dropped(OwnDispatchMode):
         if any(map(is_around_another, types)):
             return NotImplemented
         kwargs = kwargs or {}
-        inputs = filter(_has_memory, tree_iter((args, kwargs)))
+        inputs = filter(has_memory, tree_iter((args, kwargs)))
         if not self._storages.isdisjoint(map(storage_id, inputs)):
             self.are_used = True
             raise MixedWarmUpError

@@ -63,6 +63,11 @@ def tensors_in(*values: Any) -> list[Tensor]:
     return found
 
 
+def has_memory(leaf: Any) -> bool:
+    """True for a strided tensor; sparse ones, which no graph can hold, have no storage."""
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
+
+
 def storage_id(tensor: Tensor) -> int:
     """An id of the storage of a tensor, unique while the storage lives."""
     return int(local(tensor).untyped_storage()._cdata)

@@ -31,6 +31,7 @@ from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_method
 from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS
 from lightning_cudagraph.trainer.config.support import check_optimizer_part
+from lightning_cudagraph.trainer.training.captured_step.lost_gradients import LostGradients
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
     HostBreak,
     StepBody,
@@ -103,6 +104,11 @@ class Recorder:
             inner._step_fn = timed_forward(inner._step_fn, marks)
         # Each call of the closure drops gradients once, before its backward pass.
         counts_drops = inner._zero_grad_fn is not None and not self._hooks.around_zero_grad()
+        gradients = self._gradients(batch, closure) if capturing else None
+        if gradients is not None:
+            inner._step_fn = gradients.unused_in(inner._step_fn)
+            if counts_drops and inner._zero_grad_fn is not None:
+                inner._zero_grad_fn = gradients.dropped_by(inner._zero_grad_fn)
         behind = False
 
         def end_backward() -> None:
@@ -119,6 +125,8 @@ class Recorder:
         taken = 0
         with ExitStack() as stack:
             stack.enter_context(unprofiled(self._trainer))
+            if gradients is not None:
+                stack.enter_context(gradients.checked())
 
             def break_graph(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
                 nonlocal taken, uncounted
@@ -126,7 +134,8 @@ class Recorder:
                 part = self._logs.finished(parts.events[taken:], step_kind, capturing, is_last=False)
                 breaks.append(HostBreak(whose, part, uncounted, run, parts.recomputed.so_far()))
                 taken, uncounted = len(parts.events), 0
-                if cut is not None:
+                if cut is not None and gradients is not None:
+                    gradients.take_away()
                     with marks.stage("host") if marks is not None else nullcontext():
                         cut(whose, drops_here)
 
@@ -172,6 +181,14 @@ class Recorder:
             self._hooks.after_backward,
             parts.recomputed,
         )
+
+    def _gradients(self, batch: Any, closure: GraphClosure) -> LostGradients:
+        part, makes_gradients = (
+            self._run.part,
+            closure.drops_gradients and not self._hooks.leave_gradients,
+        )
+        makes, _ = part.parameters(makes_gradients)
+        return LostGradients(self._module, makes, part.optimizer.parameters, batch)
 
     @property
     def untimed(self) -> dict[str, str]:
