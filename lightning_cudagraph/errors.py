@@ -38,7 +38,10 @@ def see(recipe: str) -> str:
 
 
 # What a tensor needs to take the place of a Python number, bit for bit.
-AS_NUMBER = "of float64 for the bits of a Python number, and `.to(loss.dtype)` beside a loss"
+AS_NUMBER = (
+    "of float64: use it as it is beside tensors with dimensions, and `number.to(loss.dtype) * loss` only"
+    " where it meets a loss, which has none"
+)
 # In texts of objects without one of their own; another in each run, and of no use to the reader.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 

@@ -78,7 +78,10 @@ class Planted(Net):
 
 # Parts of the remedies, by what is planted.
 HAND_OVER = "written with `copy_` or `fill_`"
-AS_NUMBER = "of float64 for the bits of a Python number, and `.to(loss.dtype)` beside a loss"
+AS_NUMBER = (
+    "of float64: use it as it is beside tensors with dimensions, and `number.to(loss.dtype) * loss` only"
+    " where it meets a loss, which has none"
+)
 DRAW = f"or in `on_train_batch_start` into a registered buffer ({AS_NUMBER})"
 REMEDIES = {
     "item": "use the tensor itself, to compute (`.detach()` of it)",
