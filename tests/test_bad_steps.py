@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -468,6 +469,28 @@ class Loop(Reads):
 class Choice(Reads):
     def read(self, x: Tensor, y: Tensor) -> None:
         x = x if x.sum() > 0 else -x  # BAD
+
+
+class Tells(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        if x.sum() > 99:  # BAD
+            warnings.warn(f"large: {x.sum()}", stacklevel=2)
+        elif self.training:
+            self.log("small", x.sum())
+
+
+class WritesOnly(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        if x.sum() > 0:  # BAD
+            self.factor.fill_(2)
+
+
+class CountsPlaces(Reads):
+    at = 0
+
+    def read(self, x: Tensor, y: Tensor) -> None:
+        self.queue[self.at] = 1.0
+        self.at += 1  # BAD
 
 
 class Kept(Reads):
@@ -953,6 +976,9 @@ REMEDIES: dict[type[Net], str] = {
     BestOf: BEST,
     Loop: "Loop as often as is needed at most.*docs/recipes/loops_that_end.md",
     Choice: "Compute both, and choose with `torch.where`",
+    Tells: "Return the tensor from the step.*`on_train_batch_end`",
+    WritesOnly: "Compute both, and choose with `torch.where`",
+    CountsPlaces: "Keep it in a registered buffer.*`self.at.copy_(...)` for.*`x[self.at.view(1)] = y`",
     Kept: "Return the tensor from the step.*`on_train_batch_end`",
     Counted: "Count with a fixed size: `F.one_hot",
     DecidesOnAStep: "with one `GraphedStep` each.*docs/recipes/parts.md",

@@ -464,6 +464,48 @@ def test_one_finding_a_line(accelerator: str) -> None:
     assert lines == [number for number, line in source if line.endswith("  # ONCE")]
 
 
+class LogsWhatItReads(Net):
+    """Logs numbers of a line above, and one of its own; and takes the time."""
+
+    start: float = 0.0
+    mean: float | None = None
+    steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        begin = time.time()  # FOUND
+        self.start = time.perf_counter()  # FOUND
+        loss = super().training_step(batch, batch_idx)["loss"]
+        largest = loss.item()  # FOUND
+        self.mean = loss.item() if self.mean is None else 0.9 * self.mean + loss.item()  # FOUND
+        self.log("largest", largest)
+        self.log("mean", self.mean)
+        self.log("rate", self.optimizers().param_groups[0]["lr"])  # FOUND
+        seconds = time.time() - begin  # FOUND
+        self.log("seconds", seconds)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.steps += 1  # FOUND
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().param_groups[0]["lr"] *= 0.9
+
+
+def test_a_number_that_is_read_and_logged_is_one_finding(accelerator: str) -> None:
+    report = CUDAGraphCallback().check(make(LogsWhatItReads), loader(), _trainer(accelerator))
+    source = enumerate(HERE.read_text().splitlines(), start=1)
+    wanted = [number for number, line in source if line.endswith("  # FOUND")]
+    found = {each.location.line: each for each in report.findings if each.location}
+    assert sorted(found) == wanted
+    of = {found[line].location.source.split(" ")[0]: found[line] for line in wanted}  # type: ignore[union-attr]
+    # A clock that nothing in the step reads may be allowed.
+    assert "harmless" not in of["begin"].remedy + of["seconds"].remedy
+    assert 'harmless=["time.perf_counter()"]' in of["self.start"].remedy
+    assert "a duration in `on_train_batch_end`" in of['self.log("rate",'].remedy
+    hook = "(in `on_before_optimizer_step`, a hook that is inside the graph)"
+    assert hook in of["self.steps"].what
+
+
 class Helps(Net):
     """Calls a function with three effects and a read of the weights."""
 

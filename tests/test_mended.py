@@ -254,6 +254,66 @@ class PlateauMended(Plateau):
         self.lr_schedulers().step(outputs["loss"])
 
 
+class Pointer(Loss):
+    """A queue that is written at the places behind a pointer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(32))
+        self.point()
+
+    def point(self) -> None:
+        self.pointer: Any = 0
+
+    def of(self, loss: Tensor, x: Tensor, y: Tensor) -> Any:
+        loss = loss + 0.01 * self.queue.mean()
+        self.put(x.mean(1), len(x))
+        return loss
+
+    def put(self, x: Tensor, n: int) -> None:
+        begin = self.pointer
+        self.queue[begin : begin + n] = x
+        self.pointer = (self.pointer + n) % len(self.queue)
+
+
+class PointerMended(Pointer):
+    def point(self) -> None:
+        self.register_buffer("pointer", torch.tensor(0))
+
+    def put(self, x: Tensor, n: int) -> None:
+        places = (self.pointer + torch.arange(n, device=self.pointer.device)) % len(self.queue)
+        self.queue[places] = x
+        self.pointer.copy_((self.pointer + n) % len(self.queue))
+
+
+class Place(Pointer):
+    def put(self, x: Tensor, n: int) -> None:
+        self.queue[self.pointer] = x.mean()
+        self.pointer = (self.pointer + 1) % len(self.queue)
+
+
+class PlaceMended(PointerMended):
+    def put(self, x: Tensor, n: int) -> None:
+        self.queue[self.pointer.view(1)] = x.mean()
+        self.pointer.copy_((self.pointer + 1) % len(self.queue))
+
+
+class Tells(Loss):
+    def of(self, loss: Tensor, x: Tensor, y: Tensor) -> Any:
+        if loss > 1:
+            print("the loss is large", loss)
+        return {"loss": loss}
+
+
+class TellsMended(Loss):
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        if outputs["loss"] > 1:
+            print("the loss is large", outputs["loss"])
+
+    def of(self, loss: Tensor, x: Tensor, y: Tensor) -> Any:
+        return {"loss": loss}
+
+
 class Moves(Loss):
     """A number beside a loss and beside other tensors."""
 
@@ -314,6 +374,9 @@ CASES = [
     Case(Cumulative, CumulativeMended, "Pass a number as `momentum`", "self.head(self.features(x))"),
     Case(Retains, RetainsMended, "`h.register_hook(lambda grad: setattr(", "hidden.retain_grad()"),
     Case(Plateau, PlateauMended, AFTERWARDS, ".step(loss)"),
+    Case(Pointer, PointerMended, "Index with a tensor of places", "self.pointer = (self.pointer + n)"),
+    Case(Place, PlaceMended, "`x[self.pointer.view(1)] = y`", "self.pointer = (self.pointer + 1)"),
+    Case(Tells, TellsMended, "Return the tensor from the step, and do it in", "if loss > 1:"),
 ]
 
 

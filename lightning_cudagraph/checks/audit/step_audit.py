@@ -30,7 +30,13 @@ from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 from lightning_cudagraph.device.lines.user_lines import user_location
-from lightning_cudagraph.device.refusals.consumers import consumers, is_called, of_draw
+from lightning_cudagraph.device.refusals.consumers import (
+    consumers,
+    consumers_of_attribute,
+    is_called,
+    of_draw,
+    of_place,
+)
 from lightning_cudagraph.device.refusals.first_refusal import (
     FirstRefusal,
     backward_ended,
@@ -50,6 +56,7 @@ _HOST_HOOK = (
     "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
     " result to the step in a registered buffer, written with `copy_` or `fill_`"
 )
+_PLACES = "indices_and_lengths"
 _LAST = (
     "a registered buffer, with `self.kept.copy_(torch.cat([self.kept, new.detach()])[-len(self.kept):])`"
 )
@@ -247,8 +254,12 @@ def _roots(model: nn.Module, trainer: Any, others: Mapping[str, Any]) -> Iterabl
             yield Root(value, name, "the step")
 
 
+def _is_in_hook(where: Location | None) -> bool:
+    return where is not None and where.function.startswith("on_")
+
+
 def _keep(where: Location | None) -> str:
-    if where is not None and where.function.startswith("on_"):  # a hook returns nothing
+    if _is_in_hook(where):  # a hook returns nothing
         return "bind the tensor itself to an attribute, `self.kept = ...`, and read it"
     return "return it, and take it from the outputs"
 
@@ -295,6 +306,18 @@ def _is_returnable(change: Moved, where: Location | None) -> bool:
         return False
     is_in_step = where is not None and (where.function == "training_step" or is_called(where))
     return isinstance(change.holder, MutableSequence) and (is_in_step or not _owner(change))
+
+
+def _of_pointer(change: Moved, where: Location | None) -> str:
+    """The remedy for a whole number of a module by which the step that changes it finds places."""
+    if where is None or type(change.now) is not int or not isinstance(change.holder, nn.Module):
+        return ""
+    name = f"{_owner(change)}{change.name}"
+    places = of_place(consumers_of_attribute(where, change.attribute), name)
+    return places and (
+        "Keep it in a registered buffer, a tensor of whole numbers without dimensions, which the step"
+        f" writes: `{name}.copy_(...)` for `{name} = ...`. {places}"
+    )
 
 
 def _is_longer(change: Moved) -> bool:
@@ -391,11 +414,15 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
     elif _holds_tensors(change.now):
         remedy = _to_keep(change, keep)
         recipe = "forward_hooks"
+    elif pointer := _of_pointer(change, where):
+        remedy, allowed, recipe = pointer.removesuffix(see(_PLACES)), "", _PLACES
     elif type(change.now) is int:
         remedy += (
             " For a choice in every n-th step, compare `batch_idx` or `global_step`: each path has a"
             " graph."
         )
+    if where is not None and _is_in_hook(where):
+        named += f" (in `{where.function}`, a hook that is inside the graph)"
     error = CaptureError(
         f"The training step sets or changes {named}, which a replay would not do: it would keep what"
         " this one step left there.",

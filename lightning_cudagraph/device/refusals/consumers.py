@@ -24,6 +24,7 @@ LOOP, BRANCH = "for", "if"
 # The kinds of branches.
 SKIPS, ASKS_MASK, CHOOSES, STOPS = "returns None", "asks a mask", "chooses", "stops the training"
 LACKS, RAISES = "returns None to a caller that goes on", "raises an error"
+TELLS = "calls functions alone, and takes no results"
 
 LOGS = frozenset({"log", "log_dict"})
 _READ = ("int", "float", "bool", "item", "tolist", "unique", "unique_consecutive")
@@ -107,6 +108,18 @@ def of_item(consumers: Collection[str]) -> str:
     return next((remedy for consumer, remedy in _OF_ITEMS.items() if consumer in consumers), "")
 
 
+def of_place(consumers: Collection[str], index: str) -> str:
+    """The remedy for a number that the step changes, where it is an index or an end of a slice."""
+    if ends := {WINDOW, START, STOP} & {*consumers}:
+        return instead_of(ends)
+    if {KEY, PLACE} & {*consumers}:
+        return (
+            f"As an index, give it a dimension: `x[{index}.view(1)] = y`, and `x[{index}.view(1)][0]` to"
+            " read." + see("indices_and_lengths")
+        )
+    return ""
+
+
 def of_draw(consumers: Collection[str], allowance: str) -> str:
     """The remedy for a random number of the host that these take.
 
@@ -168,6 +181,39 @@ def _all_consumers(
             yield from _all_consumers(use, parents, of_number, known, only_numbers)
 
 
+def consumers_of_attribute(where: Location, name: str) -> frozenset[str]:
+    """The consumers of an attribute in the function that a line is in."""
+    parents = _parents_in(where)
+    function = _function_of(where, parents)
+    inside = () if function is None else ast.walk(function)
+    named = [each for each in inside if isinstance(each, ast.Attribute) and each.attr == name]
+    found = (by for each in named for by, _ in _all_consumers(each, parents, True, set()))
+    return frozenset(found) - {""}
+
+
+def flows_on(where: Location, other: Location | None = None) -> bool:
+    """True for a line that binds what is read further on in its function, or on one other line."""
+    if other is not None and other.path != where.path:
+        return False
+    parents = _parents_in(where)
+    uses = (
+        use
+        for each in parents
+        if isinstance(each, ast.Assign) and _is_on(each, where.line)
+        for use in _uses_of(each, parents)
+    )
+    return any(other is None or _is_on(use, other.line) for use in uses)
+
+
+def _uses_of(assigned: ast.Assign, parents: _Parents) -> Iterator[ast.AST]:
+    """All nodes behind an assignment that read what it binds, local variables and attributes."""
+    nodes = [each for target in assigned.targets for each in ast.walk(target)]
+    bound = {ast.unparse(each) for each in nodes if isinstance(getattr(each, "ctx", None), ast.Store)}
+    for each in _below(assigned, parents):
+        if isinstance(getattr(each, "ctx", None), ast.Load) and ast.unparse(each) in bound:
+            yield each
+
+
 def has_window(where: Location) -> bool:
     """True for a line with a slice of a fixed length, `start : start + n`."""
     parents = _parents_in(where)
@@ -208,13 +254,18 @@ def is_called(where: Location) -> bool:
 def recurs(where: Location) -> bool:
     """True for a line of a function that calls itself."""
     parents = _parents_in(where)
-    around = (each for each in parents if isinstance(each, ast.FunctionDef) and _is_on(each, where.line))
-    function = max(around, key=lambda each: each.lineno, default=None)
+    function = _function_of(where, parents)
     if function is None:
         return False
     itself = f"self.{function.name}" if isinstance(parents[function], ast.ClassDef) else function.name
     calls = (each for each in ast.walk(function) if isinstance(each, ast.Call))
     return any(ast.unparse(each.func) == itself for each in calls)
+
+
+def _function_of(where: Location, parents: _Parents) -> ast.FunctionDef | None:
+    """The innermost function that a line is in."""
+    around = (each for each in parents if isinstance(each, ast.FunctionDef) and _is_on(each, where.line))
+    return max(around, key=lambda each: each.lineno, default=None)
 
 
 def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
@@ -226,6 +277,8 @@ def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
             return STOPS
         if any(isinstance(each, ast.Raise) for each in outcomes):
             return RAISES
+        if all(map(_tells, outcomes)):
+            return TELLS
         skips = _returns_none(outcomes)
         if skips and (kind := _kind_of_function(_function_around(node, parents), parents)):
             return kind
@@ -261,6 +314,14 @@ def _passes_on_none(call: ast.AST, parents: _Parents) -> bool:
 
 def _returns_none(statements: Iterable[ast.AST]) -> bool:
     return any(isinstance(each, ast.Return) and _is_none(each.value) for each in statements)
+
+
+def _tells(node: ast.AST) -> bool:
+    """True for a call without a use of its result, which writes into no tensor as `mul_` does."""
+    if isinstance(node, ast.If):
+        return all(map(_tells, (*node.body, *node.orelse)))
+    called = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(called, ast.Call) and bool(called.args) and not _name(called).endswith("_")
 
 
 def _stops_training(node: ast.AST) -> bool:

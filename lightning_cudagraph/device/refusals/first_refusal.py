@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 from lightning_cudagraph.compat.attributes import OfThread, setting
+from lightning_cudagraph.device.refusals.consumers import flows_on
 from lightning_cudagraph.device.refusals.grouping import grouped
 from lightning_cudagraph.errors import CaptureError, Finding, Location, UnsupportedError
 from lightning_cudagraph.tensors.host_values import names_a_class
@@ -122,8 +123,11 @@ def is_of_receiver(holder: Any) -> bool:
 
 
 def found_at(where: Location | None) -> bool:
-    """True if something on the same line of the user's has been gathered."""
-    return _gathered.value is not None and where is not None and _gathered.value.has(where)
+    """True if something on the same line has been gathered, or on one that binds what it reads."""
+    if _gathered.value is None or where is None:
+        return False
+    lines = (finding.location for finding in _gathered.value.findings)
+    return _gathered.value.has(where) or any(at is not None and flows_on(at, where) for at in lines)
 
 
 @contextmanager

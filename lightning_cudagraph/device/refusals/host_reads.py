@@ -24,6 +24,7 @@ from lightning_cudagraph.device.refusals.consumers import (
     START,
     STOP,
     STOPS,
+    TELLS,
     WINDOW,
     branch,
     consumers,
@@ -331,12 +332,17 @@ _USES = (
         " `torch.maximum(x, y)` for two tensors, and `x.max()` for `max(x)`." + see("item_and_print"),
     ),
 )
+_OF_HOOK = (
+    "Return the tensor from the step, and do it in `on_train_batch_end`, which runs on the host"
+    " after every step." + see("item_and_print")
+)
 # By the kind of a branch.
 _OF_BRANCH = {
     RAISES: _CHECK,
     SKIPS: SKIP,
     STOPS: 'Do it in `on_train_batch_end`, which runs on the host after every step: `if outputs["loss"]'
     " < 0.1: self.trainer.should_stop = True`." + see("item_and_print"),
+    TELLS: _OF_HOOK,
     ASKS_MASK: "Always pass the mask; or leave it out if no batch has padding. To choose something else"
     " by it: `torch.where(mask.any(), a, b)`." + see("attention_masks"),
     LACKS: "Return a tensor in each case, one that changes nothing in place of None, such as zero for a"
@@ -344,10 +350,6 @@ _OF_BRANCH = {
     CHOOSES: "Compute both, and choose with `torch.where`: `torch.where(condition, a, b)`."
     f"{_BOTH_FINITE}" + see("item_and_print"),
 }
-_OF_HOOK = (
-    "Return the tensor from the step, and do it in `on_train_batch_end`, which runs on the host"
-    " after every step." + see("item_and_print")
-)
 
 
 def _is_shown(call: TorchCall, where: Location) -> bool:

@@ -130,8 +130,9 @@ def _refuse(what: _What, before: Any, now: Any) -> None:
         f"{what[0]} that changes ({before!r} before, {now!r} now), and would stay what it is in this"
         " step",
         "If the step computes it from tensors, log the tensor. Else log the number in"
-        " `on_train_batch_start`: a tensor that the step makes of it would stay what it"
-        " is too." + see("logged_values"),
+        " `on_train_batch_start`; a duration in `on_train_batch_end`, measured from"
+        " `on_train_batch_start` on. A tensor that the step makes of it would stay what it is too."
+        + see("logged_values"),
         where,
         subject=what,
     )

@@ -8,6 +8,7 @@ from types import CodeType
 from typing import Any
 
 from lightning_cudagraph.checks.audit.read_remedies import Remedy, is_logged
+from lightning_cudagraph.device.refusals.consumers import flows_on
 from lightning_cudagraph.errors import CaptureError, Location, see
 
 
@@ -58,6 +59,8 @@ def frozen_read(name: str, where: Location | None, remedy: Remedy, computed: str
     """The error for a read of a value that would be frozen, or of a number computed from it."""
     what = f"`{computed}`, computed from `{name}`" if computed else f"`{name}`"
     may_be_allowed = remedy.may_be_allowed and not is_logged(where)
+    if where is not None and flows_on(where):
+        may_be_allowed = False
     return CaptureError(
         f"A CUDA graph cannot hold a read of {what}, which would stay what it is in this step.",
         remedy.text + allowance(short_name(name)) * may_be_allowed + see(remedy.recipe),
