@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -822,9 +825,17 @@ def raises_in_its_step() -> Any:
     ("function", "words"),
     [
         ("tests.test_doctor:raises_in_its_step", "ZeroDivisionError: a bug of the script"),
-        ("tests.test_doctor:gone", "has no attribute 'gone'"),
+        ("tests.test_doctor:gone", "`tests.test_doctor` has no function `gone`, it has `"),
+        ("tests/test_doctor.py:gone", "`tests.test_doctor` has no function `gone`, it has `"),
+        ("tests.test_doctor:HERE", "`tests.test_doctor` has no function `HERE`"),
+        (
+            "tests.test_doctor:make_with_validation",
+            "is a `torch.utils.data.dataloader.DataLoader`; expected a `lightning.pytorch.Trainer`.",
+        ),
         ("tests.test_doctor:_planted", "`tests.test_doctor:_planted` returned a `"),
-        ("no_such_script:make", "No module named 'no_such_script'"),
+        ("no_such_script:make", "There is no module `no_such_script` in the current directory, `"),
+        ("tests/no_such:make", "There is no module `tests.no_such` in the current directory"),
+        ("/no_such/script.py:make", "There is no module `/no_such/script.py` in the current directory"),
     ],
 )
 def test_a_script_with_a_bug_has_a_status_of_its_own(
@@ -838,8 +849,55 @@ def test_a_script_with_a_bug_has_a_status_of_its_own(
     what, where, remedy = told.err.splitlines()[-3:]
     assert words in what
     assert ("ZeroDivisionError" in what) == (f"{HERE}:" in where)
+    assert (where == f"  found at the arguments `{function}`") != ("ZeroDivisionError" in what)
     assert remedy.startswith("  Remedy: ")
     assert "Traceback" not in told.err
+
+
+def test_a_function_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are there are named: no private ones, and none that are imported."""
+    code = "from copy import deepcopy\ndef _help(): ...\n" + "def make(): ...\n"
+    (tmp_path / "few_functions.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "few_functions:nope"])
+    assert ended.value.code == 2
+    what, *_ = capsys.readouterr().err.splitlines()[-3:]
+    assert what.endswith(" `few_functions` has no function `nope`, it has `make`.")
+
+
+def test_an_import_of_the_script_that_fails_is_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imports_much.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "imports_much:make"])
+    assert ended.value.code == 2
+    what, where, _ = capsys.readouterr().err.splitlines()[-3:]
+    assert "No module named 'no_such_package'" in what
+    assert f"{tmp_path}/imports_much.py:1" in where
+
+
+def test_a_closed_pipe_ends_it_quietly() -> None:
+    command = [sys.executable, "-c", "from lightning_cudagraph.trainer.command.cli import main; main()"]
+    given = ["doctor", "tests.test_doctor:make_three"]
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [*command, *given], stdout=write, stderr=subprocess.PIPE, text=True, cwd=HERE.parents[1]
+    )
+    os.close(write)
+    assert ended.returncode == 1
+    assert "BrokenPipe" not in ended.stderr
+
+
+def test_a_check_of_the_class_says_how_to_call_it() -> None:
+    wanted = r"on the class, with a `Net` .*: `CUDAGraphCallback\(\).check\(module, loader\)`."
+    with pytest.raises(TypeError, match=wanted):
+        CUDAGraphCallback.check(make(Net), loader())  # type: ignore[arg-type]
 
 
 def test_an_error_in_the_step_has_the_frames_of_the_user(accelerator: str) -> None:
@@ -986,6 +1044,10 @@ def make_three() -> Any:
     return make(Three), loader()
 
 
+def make_with_validation() -> Any:
+    return make(Kept), loader(), loader()
+
+
 def make_kept() -> Any:
     return make(Kept), loader(), _trainer("cpu")
 
@@ -1037,6 +1099,19 @@ def make_by_own_cli() -> Any:
         save_config_callback=None,
     )
     return cli.model, cli.datamodule, cli.trainer
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+@pytest.mark.parametrize("subcommand", ["fit", "doctor"])
+def test_a_config_that_is_a_part_of_another(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, subcommand: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lightning-cudagraph"])
+    with pytest.raises(SystemExit) as ended:
+        main([subcommand, "--config", str(HERE.parents[1] / "configs" / "digits_cpu.yaml")])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "`--config configs/digits.yaml --config configs/digits_cpu.yaml`" in last
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")

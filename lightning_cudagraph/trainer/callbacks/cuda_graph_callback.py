@@ -28,7 +28,7 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.callbacks.runs import CapturedRuns, Training
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.doctor import examine
-from lightning_cudagraph.trainer.config.arguments import check_arguments, check_trainer
+from lightning_cudagraph.trainer.config.arguments import check_arguments, check_instance, check_trainer
 from lightning_cudagraph.trainer.config.padding import Padding
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
 from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, BackendName, Stage
@@ -207,6 +207,7 @@ class CUDAGraphCallback(Callback):
             report = CUDAGraphCallback().check(module, train_loader)
             print(report)
         """
+        check_instance(self, CUDAGraphCallback)
         examined = copy(self)
         examined._is_examined = True
         examined.on_unsupported, examined.timings = "raise", None

@@ -9,6 +9,7 @@ import traceback
 from argparse import ArgumentError
 from contextlib import redirect_stdout
 from importlib import import_module
+from inspect import isfunction
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,11 +27,16 @@ _CLI_REQUIREMENT = RequirementCache("jsonargparse[signatures]>=4.39")
 _Made = tuple[Any, Any, Any]
 _DOCTOR = "doctor"
 _JSON = "--json"
-_OF_CONFIG = (
-    "Mend them; a config names each class by its `class_path`. For that of your own `LightningCLI(Model,"
-    " Data)`, which names none, give the doctor a function: `lightning-cudagraph doctor my_script:make`."
-    " See docs/doctor.md."
+_PART_OF_CONFIG = (
+    "A config names each class by its `class_path`. One that names none goes over one that does, such as"
+    " `--config configs/digits.yaml --config configs/digits_cpu.yaml`."
 )
+_OF_CONFIG = (
+    f"Mend them. {_PART_OF_CONFIG} For that of your own `LightningCLI(Model, Data)`, which names none,"
+    " give the doctor a function: `lightning-cudagraph doctor my_script:make`. See docs/doctor.md."
+)
+_NAMES_SHOWN = 8
+_EXPECTED = "a `LightningModule`, or a tuple of it, its data and a `Trainer`"
 _USAGE = """usage: lightning-cudagraph doctor [--json] --config FILE ...
        lightning-cudagraph doctor [--json] MODULE:FUNCTION
 
@@ -57,15 +63,21 @@ def main(args: ArgsType = None) -> None:
     if isinstance(given, list) and given[:1] == [_DOCTOR]:
         sys.exit(_doctor(given[1:]))
     _require_cli()
-    LightningCLI(
-        args=args,
-        parser_kwargs={
-            "epilog": "`lightning-cudagraph doctor --help`: what keeps a step from being captured."
-        },
-        seed_everything_default=1,
-        # Runs without a logger share a folder, where the second finds the config.yaml of the first.
-        save_config_kwargs={"overwrite": True},
-    )
+    try:
+        LightningCLI(
+            args=args,
+            parser_kwargs={
+                "epilog": "`lightning-cudagraph doctor --help`: what keeps a step from being captured."
+            },
+            seed_everything_default=1,
+            # Runs without a logger share a folder, where the second finds the config.yaml of the first.
+            save_config_kwargs={"overwrite": True},
+        )
+    except SystemExit as ended:
+        is_of_config = isinstance(given, list) and any(arg.startswith("--config") for arg in given)
+        if ended.code == 2 and is_of_config:
+            print(f"note: {_PART_OF_CONFIG}", file=sys.stderr)
+        raise
 
 
 def _require_cli() -> None:
@@ -81,7 +93,7 @@ def _doctor(args: list[str]) -> int:
     as_json = _JSON in args
     args = [arg for arg in args if arg != _JSON]
     if not args or args[0] in ("-h", "--help"):
-        print(_USAGE)
+        _show(_USAGE)
         return 0 if args else 2
     if not args[0].startswith("-") and (len(args) > 1 or ":" not in args[0]):
         print(_USAGE, file=sys.stderr)
@@ -99,19 +111,36 @@ def _doctor(args: list[str]) -> int:
     except Exception as error:
         # Python would end with status 1, which says that the step was examined.
         where: object = location_of(error)
-        if isinstance(error, ArgumentError):
-            where, remedy = f"the arguments `{' '.join(args)}`", _OF_CONFIG
+        if isinstance(error, (ArgumentError, _WrongFunction)):
+            where = f"the arguments `{' '.join(args)}`"
+            remedy = error.remedy if isinstance(error, _WrongFunction) else _OF_CONFIG
         print("\n".join(_lines_of(error, where, remedy)), file=sys.stderr)
         if shows_all_frames():
             traceback.print_exc()
         return 2
-    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+    _show(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
     return 0 if report.is_captured else 1
+
+
+def _show(text: str) -> None:
+    """Print a text, as much of it as its reader wants: `| head` closes the pipe."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+
+
+class _WrongFunction(Exception):
+    """`MODULE:FUNCTION` that is not there, or returns something else than what can be examined."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.remedy = remedy
 
 
 def _lines_of(error: Exception, where: object, remedy: str) -> list[str]:
     """An error of the user's code: what, where, and what to do."""
-    what = f"{type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, _WrongFunction) else f"{type(error).__name__}: {error}"
     return [
         f"The step could not be examined. {' '.join(what.split())}",
         f"  found at {where or 'no line of yours'}",
@@ -135,11 +164,49 @@ def _of_config(args: list[str]) -> _Made:
 def _of_function(name: str) -> _Made:
     path, _, function = name.partition(":")
     with setting(sys, argv=sys.argv[:1]):  # a LightningCLI of the user warns of others than its own
-        made: Any = getattr(import_module(path.removesuffix(".py").replace("/", ".")), function)()
+        made: Any = _find(path, function)()
     module, data, trainer = (*(made if isinstance(made, tuple) else (made,)), None, None)[:3]
     if not isinstance(module, pl.LightningModule):
-        raise TypeError(
-            f"`{name}` returned a `{type(module).__qualname__}`; expected a `LightningModule`, or a"
-            " tuple of it, its data and a `Trainer`."
+        raise _WrongFunction(
+            f"`{name}` returned a `{type(module).__qualname__}`; expected {_EXPECTED}.",
+            f"Let `{function}` return {_EXPECTED}.",
+        )
+    if not isinstance(trainer, (pl.Trainer, type(None))):
+        kind = type(trainer)
+        raise _WrongFunction(
+            f"The third item that `{name}` returned is a `{kind.__module__}.{kind.__qualname__}`;"
+            " expected a `lightning.pytorch.Trainer`.",
+            f"Let `{function}` return module, data and a `Trainer` with the arguments of the run; or"
+            " module and data alone, which are examined with Lightning's default one.",
         )
     return module, data, trainer
+
+
+def _find(path: str, function: str) -> Any:
+    """Import a module, which may be given as a file of the current directory, and find its function."""
+    name = (os.path.relpath(path) if os.sep in path else path).removesuffix(".py").replace(os.sep, ".")
+    try:
+        # A file outside of it would be a relative import.
+        module = None if name.startswith(".") else import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # of an import in the script
+        module = None
+    if module is None:
+        raise _WrongFunction(
+            f"There is no module `{path if name.startswith('.') else name}` in the current directory,"
+            f" `{os.getcwd()}`, nor an installed one.",
+            "Call the doctor where the script is; `my_script:make` is `make` of `my_script.py`.",
+        )
+    found = getattr(module, function, None)
+    if callable(found):
+        return found
+    public = [
+        key for key, value in vars(module).items() if isfunction(value) and not key.startswith("_")
+    ]
+    there = [f"`{key}`" for key in public if vars(module)[key].__module__ == name]
+    shown = ", ".join(there[:_NAMES_SHOWN]) + ", ..." * (len(there) > _NAMES_SHOWN)
+    raise _WrongFunction(
+        f"`{name}` has no function `{function}`, it has {shown or 'no public one'}.",
+        f"Name one that returns {_EXPECTED}.",
+    )

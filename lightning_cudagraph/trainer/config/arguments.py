@@ -57,6 +57,16 @@ def _wrong(name: str, value: object, expected: str) -> ConfigurationError:
     return wrong_argument(_CALLBACK, name, value, expected)
 
 
+def check_instance(callback: object, kind: type[Callback]) -> None:
+    """Raise `TypeError` if `check` was called on the class."""
+    if not isinstance(callback, kind):
+        raise TypeError(
+            f"`{_CALLBACK}.check` was called on the class, with a `{type(callback).__qualname__}` in"
+            " place of a callback; expected a call on an instance:"
+            f" `{_CALLBACK}().check(module, loader)`."
+        )
+
+
 def check_trainer(trainer: pl.Trainer, kind: type[Callback], is_off: bool) -> None:
     """Refuse a trainer that is not of `lightning.pytorch`, or has incompatible callbacks."""
     foreign = [c for c in type(trainer).__mro__ if c.__module__.startswith("pytorch_lightning")]
