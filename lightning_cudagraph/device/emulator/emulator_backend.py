@@ -68,9 +68,7 @@ def _of_one_hot(tensor: Tensor, num_classes: int = -1) -> tuple[Tensor, int]:
 class EmulatorBackend:
     """A CPU that emulates a GPU; see the docstring of this folder."""
 
-    description = (
-        "CPU emulator: a CUDA graph's semantics without its speed, for tests and for trying things out"
-    )
+    description = "emulated on the CPU, without a graph's speed"
     event_host_us = 0.0
     graphs_per_step = 1  # a replay has ended when it returns, so its events can be read at once
     overlaps = False
