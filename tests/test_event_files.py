@@ -26,6 +26,7 @@ from tensorboard.util import grpc_util
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.sinks import logged_medians
+from lightning_cudagraph.timing.sinks.curves import tags_without_curves
 from lightning_cudagraph.timing.sinks.logged_medians import MediansWriter, MetricNames
 from lightning_cudagraph.timing.sinks.sink import Sinks
 from lightning_cudagraph.timing.sinks.tensorboard.charts import StepBand
@@ -472,10 +473,10 @@ def test_bands_are_those_of_the_steps(tmp_path: Path) -> None:
 
 def test_layers_without_curves(tmp_path: Path) -> None:
     logger, tracker = TensorBoardLogger(tmp_path), Tracker()
-    without = frozenset({"layer_forward_ms/a.0", "layer_backward_ms/a.0"})
+    inner = frozenset({"a.0"})
     readings = readings_of(layout_of("a", "a.0"), range(30))
-    feed(TensorBoardWriter([logger], without_curve=without), readings)
-    feed(other_loggers_writer([tracker], 10, lambda: 29, without), readings)
+    feed(TensorBoardWriter([logger], inner=inner), readings)
+    feed(other_loggers_writer([tracker], 10, lambda: 29, inner), readings)
     logger.finalize("success")
     accumulator = accumulated(logger.log_dir)
     assert points(accumulator, "~layer_backward_ms/a") == said(readings, "layer_backward_ms/a")
@@ -485,6 +486,24 @@ def test_layers_without_curves(tmp_path: Path) -> None:
             "layer_forward_ms/a",
             "layer_backward_ms/a",
         ]
+
+
+def test_members_of_a_container_that_is_not_called_have_curves() -> None:
+    def shown(*layers: str) -> list[str]:
+        inner = frozenset(name for name in layers if "." in name)
+        tags = layout_of(*layers).tags
+        without = tags_without_curves(tags, inner)
+        return [tag.partition("/")[2] for tag in tags if "layer_forward" in tag and tag not in without]
+
+    assert shown("aux", "net.0", "net.1") == ["aux", "net.0", "net.1"]
+    assert shown("net", "net.0", "net.1", "net.1.a") == ["net"]
+    assert shown("net", "net.list.0") == ["net"]  # in the forward of `net`
+    tables = [f"tables.{number}" for number in range(26)]
+    assert shown("top", *tables, "net.0") == ["top", "net.0"]  # no room for all of them
+    assert shown("top", *tables[:11]) == ["top", *tables[:11]]
+    assert shown(*(f"layer{number}" for number in range(12)), "net.0") == [
+        f"layer{number}" for number in range(12)
+    ]
 
 
 def _in_order(tags: Iterable[str]) -> list[str]:

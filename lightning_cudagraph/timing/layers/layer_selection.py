@@ -19,7 +19,7 @@ Placement = Literal["forked", "serial"]
 _MOST_LAYERS = 1000
 _NAMES_SHOWN = 12
 # More curves than these would bury the user's own.
-_MOST_CURVES = 12
+MOST_CURVES = 12
 # Layers that get no room are named in the report if the choice fills less than this share of the room.
 _FEW = 1 / 4
 
@@ -36,7 +36,8 @@ class LayerTimings:
     as `max_layers` allows: the model is covered, and containers stay beside their members. If the
     outermost level alone is more than that, the first so many of it are timed. Tables and pictures show
     all of them; of the automatic choice, layers of the model itself and containers have curves, twelve
-    at most from the outside in. ``modules=["*"]`` gives each layer its curves.
+    at most from the outside in; where there is room, members of a container that is never called too.
+    ``modules=["*"]`` gives each layer its curves.
 
     Args:
         modules: glob patterns of module names as `named_modules` gives them, such as
@@ -270,10 +271,10 @@ def without_curves(model: nn.Module, timings: LayerTimings) -> set[str]:
     for level in _levels(model):
         level = [name for name in level if name in named]
         outer = [name for name in level if "." not in name or _children(name, named[name])]
-        if shown and len(shown) + len(outer) > _MOST_CURVES:
+        if shown and len(shown) + len(outer) > MOST_CURVES:
             break
         shown += outer
-    return set(named) - set(shown[:_MOST_CURVES])
+    return set(named) - set(shown[:MOST_CURVES])
 
 
 def layers_at(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:

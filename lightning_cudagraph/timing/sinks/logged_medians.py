@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSummary
+from lightning_cudagraph.timing.sinks.curves import tags_without_curves
 
 _SECONDS_WITHOUT_PAUSE = 60.0
 
@@ -42,12 +43,12 @@ class MediansWriter(ReadingWindow):
         loggers: Sequence[Any],
         window_steps: int,
         step_now: Callable[[], int],
-        without_curve: frozenset[str] = frozenset(),
+        inner: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(window_steps)
         self._loggers = list(loggers)
         self._step_now = step_now
-        self._without_curve = without_curve
+        self._inner = inner
         self._names = MetricNames()
         # Values for the next window that do not come from readings.
         self._beside: dict[str, float] = {}
@@ -76,10 +77,9 @@ class MediansWriter(ReadingWindow):
         if not self._loggers:
             return
         summary = WindowSummary(list(self._readings)[len(self) - n_new :])
+        without = tags_without_curves(summary.times, self._inner)
         values_ms = {
-            self._names[tag]: times.p50_ms
-            for tag, times in summary.times.items()
-            if tag not in self._without_curve
+            self._names[tag]: times.p50_ms for tag, times in summary.times.items() if tag not in without
         }
         values_ms |= {self._names[tag]: value for tag, value in self._beside.items()}
         self._beside = {}

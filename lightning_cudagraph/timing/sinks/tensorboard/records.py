@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_cudagraph.timing.readings.spans import MAX_LAYOUTS, Reading, SpanLayout
+from lightning_cudagraph.timing.sinks.curves import tags_without_curves
 from lightning_cudagraph.timing.sinks.tensorboard.crc32c import AlikeRows, masked_crc32c
 
 # A function that reduces a layout to the spans that have curves, under the tags of these.
@@ -49,11 +50,12 @@ def behind(tag: str) -> str:
     return f"~{tag}"
 
 
-def curves_of(without: frozenset[str] = frozenset()) -> Curves:
-    """Create the function for all spans except those with the tags `without`."""
+def curves_of(inner: frozenset[str] = frozenset()) -> Curves:
+    """Create the function for all spans except those of inner layers."""
 
     @lru_cache(MAX_LAYOUTS)
     def curves(layout: SpanLayout) -> SpanLayout:
+        without = tags_without_curves(layout.tags, inner)
         shown = [span for span in layout.spans if span.tag not in without]
         return SpanLayout(tuple(replace(span, tag=behind(span.tag)) for span in shown), layout.n_marks)
 

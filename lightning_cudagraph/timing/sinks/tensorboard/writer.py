@@ -37,11 +37,11 @@ class TensorBoardWriter(Sink):
     There is a point for each timed replay, at the trainer's step. With accumulation that is one point
     for each micro-batch: several share a step, as those of `self.log` do, and the optimizer's time is in
     the last. A long run has fewer points later on, and says so in ``cudagraph/events``. Loggers that are
-    not for TensorBoard are passed over, and so are spans with the tags `without_curve`.
+    not for TensorBoard are passed over, and so are spans of layers that are `inner`.
     """
 
-    def __init__(self, loggers: Sequence[Logger], without_curve: frozenset[str] = frozenset()) -> None:
-        self._curves = curves_of(without_curve)
+    def __init__(self, loggers: Sequence[Logger], inner: frozenset[str] = frozenset()) -> None:
+        self._curves = curves_of(inner)
         self._writers = [
             LoggerWriter(x, self._curves) for x in loggers if isinstance(x, TensorBoardLogger)
         ]
@@ -129,7 +129,7 @@ def other_loggers_writer(
     loggers: Sequence[Logger],
     window_steps: int,
     step_now: Callable[[], int],
-    without_curve: frozenset[str],
+    inner: frozenset[str],
 ) -> MediansWriter:
     """Writer of medians to the loggers that are not for TensorBoard.
 
@@ -138,4 +138,4 @@ def other_loggers_writer(
     others = [x for x in loggers if not isinstance(x, (TensorBoardLogger, CSVLogger, DummyLogger))]
     if getattr(rank_zero_only, "rank", 0) != 0:
         others = []
-    return MediansWriter(others, window_steps, step_now, without_curve)
+    return MediansWriter(others, window_steps, step_now, inner)

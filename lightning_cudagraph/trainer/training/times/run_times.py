@@ -37,7 +37,6 @@ from lightning_cudagraph.timing.output.report import time_lines
 from lightning_cudagraph.timing.output.step_times import EagerSummary, StepTimes
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.readings.rank_times import RankTable, RankTimes, SharedRun
-from lightning_cudagraph.timing.readings.spans import BACKWARD_TAG, FORWARD_TAG
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.readings.windows import ReadingWindow
@@ -115,7 +114,7 @@ class RunTimes:
         self._left_out: dict[str, str] = {}
         every_n_steps: int | None = 0
         window_steps = LayerTimings.window_steps
-        inner: set[str] = set()
+        inner: frozenset[str] = frozenset()
         if choice is not None:
             require(TIMES)
             self.off = notes(EVENT_QUEUE, CHARTS)
@@ -124,14 +123,13 @@ class RunTimes:
             # Processes that decide by their own clocks would time different steps.
             every_n_steps = choice.every_n_steps or (1 if trainer.world_size > 1 else None)
             window_steps = choice.window_steps
-            inner = without_curves(module, choice)
-        without_curve = frozenset(way + name for name in inner for way in (FORWARD_TAG, BACKWARD_TAG))
+            inner = frozenset(without_curves(module, choice))
         self.pace = StepTime()
-        self._tensorboard = TensorBoardWriter(trainer.loggers, without_curve)
+        self._tensorboard = TensorBoardWriter(trainer.loggers, inner)
         self.eager = ReadingWindow(window_steps)
         self._counted = (0, 0)
         self._others = others = other_loggers_writer(
-            trainer.loggers, window_steps, lambda: step_number(trainer), without_curve
+            trainer.loggers, window_steps, lambda: step_number(trainer), inner
         )
         model = type(module).__qualname__
         device = trainer.strategy.root_device
