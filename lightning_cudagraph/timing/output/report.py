@@ -54,8 +54,11 @@ def verdict(stage: StageSummary, unit: str) -> str:
     return f"{gain}; {share}"
 
 
-def stage_lines(label: str, stage: StageSummary) -> list[str]:
-    """Format the counts of a stage, with the reasons of eager steps and re-captures, and step times."""
+def stage_lines(label: str, stage: StageSummary, is_emulated: bool = False) -> list[str]:
+    """Format the counts of a stage, with the reasons of eager steps and re-captures, and step times.
+
+    On the emulator, nothing is advised on the gain or the device.
+    """
     captured = f"captured {stage.captures} time(s)"
     if stage.captures:
         captured += f" in {stage.capture_ms:.0f} ms, {stage.memory_bytes / 2**20:.1f} MiB taken"
@@ -80,9 +83,9 @@ def stage_lines(label: str, stage: StageSummary) -> list[str]:
     lines += [f"{'':<12}{line}" for line in more]
     if stage.replay_ms is not None:
         step = f"{stage.replay_ms:.2f} ms replayed"
-        if stage.plain_ms is None:
+        if stage.plain_ms is None and not is_emulated:
             step += '; to know what is gained, run once with `backend="off"`'
-        else:
+        elif stage.plain_ms is not None:
             step += f", {stage.plain_ms:.2f} ms plain ({stage.plain_steps} steps before the capture)"
         lines.append(f"  step      {step}")
     return lines
@@ -121,6 +124,7 @@ def time_lines(
     ranks: Sequence[str] = (),
     event_host_us: float = 0.0,
     label: str = "graph",
+    is_emulated: bool = False,
 ) -> list[str]:
     """Format the parts of a step: in replays, in eager steps of the warm-up, and in all processes.
 
@@ -129,7 +133,7 @@ def time_lines(
     """
     lines = _parts_line(label, graph)
     lines += [f"{line}; {_WATCHED}" for line in _parts_line("warm-up", eager)]
-    return [*lines, *_gap_line(graph, event_host_us), *_ranks_lines(ranks)]
+    return [*lines, *_gap_line(graph, event_host_us, is_emulated), *_ranks_lines(ranks)]
 
 
 def layer_lines(graph: WindowSummary, eager: WindowSummary) -> list[str]:
@@ -152,7 +156,7 @@ def _ranks_lines(ranks: Sequence[str]) -> list[str]:
     return [f"  {'' if index else 'ranks':<10}{line}" for index, line in enumerate(ranks)]
 
 
-def _gap_line(summary: WindowSummary, event_host_us: float) -> list[str]:
+def _gap_line(summary: WindowSummary, event_host_us: float, is_emulated: bool) -> list[str]:
     """The time between two steps, and its likely cause, as a sentence."""
     gap, period = summary.get(GAP_TAG), summary.period
     if gap is None or period is None or period.p50_ms <= 0:
@@ -164,7 +168,7 @@ def _gap_line(summary: WindowSummary, event_host_us: float) -> list[str]:
     waited = summary.waited
     if waited is not None and waited.p50_ms >= gap.p50_ms / 2 > 0:
         text += f": for {waited.p50_ms:.3f} ms of it this process waits for others to come to the step"
-    elif gap.share >= _LARGE_GAP:
+    elif gap.share >= _LARGE_GAP and not is_emulated:
         text += ": the device waits for loggers, hooks or the dataloader, or works for them"
         n_events = typical.layout.n_marks if (typical := summary.typical()) is not None else 0
         events_ms = 1e-3 * event_host_us * n_events

@@ -27,6 +27,7 @@ class RunSummary:
 
     Attributes:
         backend: the device and mechanism that the graphs ran on, in words; empty before a run.
+        is_emulated: True if that is the emulator, whose times tell nothing of a gain.
         fit: the training steps.
         validate: the batches of validation, in a `fit` or alone.
         test: the batches of `trainer.test`.
@@ -40,6 +41,7 @@ class RunSummary:
     """
 
     backend: str = ""
+    is_emulated: bool = False
     fit: StageSummary = field(default_factory=StageSummary)
     validate: StageSummary = field(default_factory=StageSummary)
     test: StageSummary = field(default_factory=StageSummary)
@@ -87,7 +89,7 @@ class RunSummary:
     def __str__(self) -> str:
         lines = [f"lightning_cudagraph: {self.verdict}", *ended_lines(self.ended)]
         for name, stage in self.stages.items():
-            lines += stage_lines(name, stage)
+            lines += stage_lines(name, stage, self.is_emulated)
         lines += self.times.lines
         if self.tensorboard_dir is not None:
             lines.append(f"  charts    tensorboard --logdir {self.tensorboard_dir!r}")

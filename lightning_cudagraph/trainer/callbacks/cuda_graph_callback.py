@@ -248,8 +248,9 @@ class CUDAGraphCallback(Callback):
             return
         training.install()
         processes.install()
-        description = runs.backend(trainer, self.backend).description
-        self._summary = RunSummary(backend=description)
+        backend = runs.backend(trainer, self.backend)
+        description, is_emulated = backend.description, backend.device.type == "cpu"
+        self._summary = RunSummary(backend=description, is_emulated=is_emulated)
         missing = gpu_without_cuda(torch.version.cuda, torch.version.hip)
         lines = (description, newer_than_tested(), missing, *training.notes)
         for line in filter(None, lines):
@@ -408,10 +409,11 @@ class CUDAGraphCallback(Callback):
             return
         runs.evaluate()
         if is_first:
-            description = runs.backend(trainer, self.backend).description
-            self._summary = replace(self._summary, backend=description)
+            backend = runs.backend(trainer, self.backend)
+            is_emulated = backend.device.type == "cpu"
+            self._summary = replace(self._summary, backend=backend.description, is_emulated=is_emulated)
             if not in_fit:
-                rank_zero_info(f"lightning_cudagraph: {description}")
+                rank_zero_info(f"lightning_cudagraph: {backend.description}")
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments in a normal form, for the comparison of processes."""

@@ -257,7 +257,8 @@ class RunTimes:
         notes = [*(delay_notes(self._trainer) if self._every_n_steps else []), *self._notes()]
         notes += bucket_notes(self._trainer.strategy, graph)
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
-        lines = time_lines(graph, eager, ranks, event_host_us)
+        is_emulated = self._backend.device.type == "cpu"
+        lines = time_lines(graph, eager, ranks, event_host_us, is_emulated=is_emulated)
         lines += host_lines(self.host, callbacks_of(self._trainer))
         summary = replace(
             summary,
