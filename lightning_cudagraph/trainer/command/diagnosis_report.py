@@ -12,6 +12,11 @@ from lightning_cudagraph.trainer.command.estimate import Estimate
 
 _WIDTH = 110
 
+_NOT_SEEN = (
+    "Call the doctor again when these are mended: values that change less often than each step, and"
+    " paths that these steps did not take, may not be among them."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisReport:
@@ -74,6 +79,8 @@ class DiagnosisReport:
         if self.search_ended_by:
             ended = f"The search ended early, behind this: {self.search_ended_by.rstrip('.')}."
             lines += ["", *_indented(f"{ended} Mend it, and call the doctor again.", "")]
+        elif count:
+            lines += ["", *_indented(_NOT_SEEN, "")]
         if self.notes:
             lines += ["", "The callback deals with these by itself, or only tells them:"]
             lines += [part for note in self.notes for part in _indented(note, "  - ")]
