@@ -781,7 +781,7 @@ class SwitchBeforeAnotherShape(Changing):
     ("build", "words"),
     [
         (BeforeAnotherShape, "`rows` of the `BeforeAnotherShape` changed"),
-        (SwitchBeforeAnotherShape, "torch.get_default_dtype() changed from torch.float32"),
+        (SwitchBeforeAnotherShape, "`torch.get_default_dtype()` changed from torch.float32"),
     ],
 )
 def test_a_capture_of_another_shape_hides_no_change(

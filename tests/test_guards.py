@@ -243,7 +243,7 @@ class _Dispatches(TorchDispatchMode):
         ),
         (
             partial(torch.autocast, "cpu", torch.bfloat16),
-            "torch.is_autocast_enabled('cpu') changed from False to True",
+            "`torch.is_autocast_enabled('cpu')` changed from False to True",
         ),
     ],
 )
@@ -811,7 +811,7 @@ def test_switches(path: str, value: Any) -> None:
     guards = _guards(_Layers())
     with _switched(path, value):
         guards.suspect()
-        assert f"{path} changed from" in (guards.changed() or "")
+        assert f"`{path}` changed from" in (guards.changed() or "")
 
 
 @pytest.mark.parametrize(
@@ -829,7 +829,7 @@ def test_switches_with_setters(getter: Any, setter: Any, value: Any) -> None:
     setter(value)
     try:
         guards.suspect()
-        assert f"{getter.__name__}() changed from {was} to {value}" in (guards.changed() or "")
+        assert f"{getter.__name__}()` changed from {was} to {value}" in (guards.changed() or "")
     finally:
         setter(was)
 
@@ -849,7 +849,7 @@ def test_switches_are_compared_before_each_replay(path: str, value: Any) -> None
     guards = _guards(_Layers())
     assert guards.changed() is None
     with _switched(path, value):
-        assert f"{path} changed from" in (guards.changed() or "")
+        assert f"`{path}` changed from" in (guards.changed() or "")
     assert guards.changed() is None
 
 
@@ -869,7 +869,7 @@ def test_setters_are_noticed_before_each_replay(getter: Any, setter: Any, value:
     was = getter()
     setter(value)
     try:
-        assert f"{getter.__name__}() changed from {was} to {value}" in (guards.changed() or "")
+        assert f"{getter.__name__}()` changed from {was} to {value}" in (guards.changed() or "")
     finally:
         setter(was)
     assert guards.changed() is None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +95,45 @@ class KeepsItsNorm(ReadsTheGradientBefore):
         return self.norm
 
 
-class DropsNothing(Net):
-    """Has gradients add up from the middle of an epoch on."""
+class ReturnsTheGradientBefore(ReadsTheGradientBefore):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = Net.training_step(self, batch, batch_idx)["loss"]
+        return {"loss": loss, "before": self.head.weight.grad}
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if (self.current_epoch, batch_idx) == (1, 5):
-            self.trainer.optimizers[0].zero_grad = lambda set_to_none=True: None
+
+class AsksForAGradient(Net):
+    """Asks for the gradient of a parameter that never has one, and of one that always has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        return loss * 2 if self.unused.weight.grad is None else loss
+
+
+class LeavesOfOneStep(Net):
+    """Leaves that live in a step alone: a detached buffer, and a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("anchor", torch.ones(12))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        shift = self.anchor.detach().requires_grad_()
+        weight = self.head.weight.detach().requires_grad_()
+        loss = super().training_step([x + shift, y], batch_idx)["loss"]
+        return loss + weight.square().mean()
+
+
+class ZeroesInstead(Net):
+    """Its optimizer writes zeros; a plain run and a graph make the same of them."""
+
+    def on_fit_start(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)
 
 
 REFUSED: dict[type[Net], str] = {
@@ -108,6 +141,7 @@ REFUSED: dict[type[Net], str] = {
     ShiftedByAHiddenLayer: r"the gradient of a tensor of shape \(12, 12\) that.*register the layer",
     ReadsTheGradientBefore: r"the gradient of `head.weight` from the step before.*lost_gradients.py:\d+"
     r" \(`return None if gradient is None else gradient.norm\(\)`\).*a registered buffer in",
+    ReturnsTheGradientBefore: r"the gradient of `head.weight` from the step before",
 }
 
 
@@ -122,7 +156,10 @@ def test_is_refused_or_eager(tmp_path: Path, accelerator: str, cls: type[Net]) -
     assert eager.counts.replayed == 0
 
 
-@pytest.mark.parametrize("cls", [KeepsItsGradients, KeepsItsNorm], ids=lambda cls: cls.__name__)
+CAPTURED = [KeepsItsGradients, KeepsItsNorm, AsksForAGradient, LeavesOfOneStep, ZeroesInstead]
+
+
+@pytest.mark.parametrize("cls", CAPTURED, ids=lambda cls: cls.__name__)
 def test_is_captured(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)
     graph = train(make(cls), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
@@ -131,25 +168,9 @@ def test_is_captured(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     assert graph.counts.replayed >= _FROM
 
 
-def test_gradients_that_add_up_in_mid_run(tmp_path: Path, accelerator: str) -> None:
-    plain = train(make(DropsNothing), tmp_path / "plain", accelerator=accelerator)
-    callback = CUDAGraphCallback(on_unsupported="eager")
-    graph = train(make(DropsNothing), tmp_path / "graph", callback, accelerator=accelerator)
-    assert_same(plain, graph)
-    assert graph.counts.replayed > 0
-    assert any(
-        "`zero_grad` of the optimizer leaves gradients" in reason for reason in graph.counts.eager
-    )
-
-
-@contextmanager
-def _nothing(gradients: LostGradients) -> Iterator[None]:
-    yield
-
-
 _WITHOUT: dict[type[Net], tuple[str, Callable[..., Any]]] = {
     Shifted: ("check", lambda gradients: None),
-    ReadsTheGradientBefore: ("_placed", _nothing),
+    ReadsTheGradientBefore: ("unused_in", lambda gradients, step: step),
 }
 
 

@@ -282,9 +282,11 @@ class StepEngine(Generic[T]):
         self.graphs.clear_plain()
         self._carried.take_out()
         self._copies.put_back()
-        # On the side stream: autograd nodes keep the stream on which they were made, and a node of the
-        # default stream would break a later capture.
-        with self._backend.on_side_stream(), self._noting_gradients(step):
+        # On the side stream, while there may be graphs: autograd nodes keep the stream on which they
+        # were made, and a node of the default stream would break a later capture. Other threads, to
+        # which the step may hand tensors, work on the default stream.
+        stream = nullcontext() if self.given_up else self._backend.on_side_stream()
+        with stream, self._noting_gradients(step):
             step.run()
         self._run.replicas.ran()
         self._captures.eager_step_ended()

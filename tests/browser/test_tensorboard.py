@@ -110,7 +110,7 @@ def test_custom_scalars(tab: Any, run: Run, keep: Callable[[str], None]) -> None
 def test_text(tab: Any, run: Run, keep: Callable[[str], None]) -> None:
     tags = [f"tag: {tag}/text_summary" for tag in TEXTS]
     show_filtered(tab, run.address, "text", "", tags)
-    shown = tab.locator("pre", has_text="ms replayed; ").first.inner_text()
+    shown = tab.locator("pre", has_text="ms replayed").first.inner_text()
     # In a fixed width, line by line as it was written.
     assert [line.rstrip() for line in shown.strip().splitlines()] == run.report.splitlines()
     assert re.search(r"^ +head +\d", shown, re.MULTILINE)

@@ -425,7 +425,7 @@ class Guards:
 
     def _thorough_state(self) -> _State:
         return {
-            **global_switches(),
+            **{f"`{name}`": value for name, value in global_switches().items()},
             **described({"": self._model, **self._hidden}, self._loose()),
             **self._values.thorough(),
         }

@@ -86,7 +86,7 @@ _OF_KINDS = (
         'Keep it constant, or pass `scope="forward_backward"`, with which the optimizer steps eagerly.',
     ),
     (r"^(`training`|the class) of |^the (module|parameter) |^the captured step comes to ", _CHOOSE),
-    (r"^torch\.", "Set it once, before training."),
+    (r"^`?torch\.", "Set it once, before training."),
     (r"^`.*` (of .* )?changed|^a tensor in host memory| got another argument", _HAND_OVER),
 )
 _VALUES = (

@@ -29,6 +29,9 @@ _VALUES = (
 )
 _GETTERS = (
     "torch.are_deterministic_algorithms_enabled",
+    "torch.is_deterministic_algorithms_warn_only_enabled",
+    "torch.is_anomaly_enabled",
+    "torch.backends.mha.get_fastpath_enabled",
     "torch.backends.cuda.flash_sdp_enabled",
     "torch.backends.cuda.mem_efficient_sdp_enabled",
     "torch.backends.cuda.math_sdp_enabled",
@@ -99,6 +102,8 @@ def _left_out() -> tuple[Callable[[], object], ...]:
         torch.backends.cuda.mem_efficient_sdp_enabled,
         torch.backends.cuda.math_sdp_enabled,
         torch.backends.cuda.cudnn_sdp_enabled,
+        torch.backends.mha.get_fastpath_enabled,
+        torch.is_anomaly_enabled,
     )
 
 

@@ -277,8 +277,6 @@ def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
             return STOPS
         if any(isinstance(each, ast.Raise) for each in outcomes):
             return RAISES
-        if all(map(_tells, outcomes)):
-            return TELLS
         skips = _returns_none(outcomes)
         if skips and (kind := _kind_of_function(_function_around(node, parents), parents)):
             return kind
@@ -293,6 +291,8 @@ def _kind_of(node: ast.If | ast.IfExp, parents: _Parents) -> str:
         # A mask of padding is not compared by size, and not written at.
         is_mask = not any(map(_compares_values, inside)) and not asked & _names(_indices(outcomes))
         return ASKS_MASK if skips or lacks or (is_mask and asked & _names(outcomes)) else CHOOSES
+    if isinstance(node, ast.If) and all(map(_tells, outcomes)):
+        return TELLS
     return SKIPS if skips else ASKS_MASK if leaves_out else CHOOSES
 
 

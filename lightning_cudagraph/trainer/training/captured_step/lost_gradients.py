@@ -7,7 +7,7 @@ tensor the gradient that the capture has made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import ref
@@ -29,11 +29,6 @@ _KEEP_IT = (
     "Write what you need of it into a registered buffer in `on_before_optimizer_step`"
     " (`self.norm.copy_(...)`), and read the buffer."
 )
-_LEAVES = "`zero_grad` of the optimizer leaves gradients, and replays make new ones."
-_ZERO = (
-    "Leave `zero_grad` of the optimizer as it is; to drop gradients in another way, override"
-    " `optimizer_zero_grad` of the module."
-)
 _REGISTER = (
     "Make it a parameter of the module, `self.name = nn.Parameter(...)`, or register the layer that it"
     " is of; it may have an optimizer of its own."
@@ -45,20 +40,20 @@ class LostGradients:
 
     Args:
         module: the module; all of its parameters are known to the graph.
-        makes: the parameters with gradients that the step drops and makes.
         stepped: the parameters of the optimizer.
+        dropped: the parameters with gradients from the step before, which this step drops.
         batch: the static batch, whose gradients are those of a batch alone.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        makes: Sequence[nn.Parameter],
-        stepped: Sequence[nn.Parameter],
+        stepped: Iterable[nn.Parameter],
+        dropped: Sequence[nn.Parameter],
         batch: Any,
     ) -> None:
         self._names = {id(p): name for name, p in module.named_parameters()}
-        self._makes = [p for p in makes if not is_around_another(type(p))]
+        self._dropped = dropped
         self._known = {*self._names, *map(id, stepped)}
         leaves = (leaf for _, leaf in flatten_batch(batch))
         self._own_memory = {storage_id(leaf) for leaf in leaves if has_memory(leaf)}
@@ -70,20 +65,19 @@ class LostGradients:
         """Return a step that is refused if it uses gradients of the step before."""
 
         def run() -> T:
-            with self._placed(), _Watch(self):
-                return step()
-
-        return run
-
-    def dropped_by(self, zero_grad: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a `zero_grad` that is refused if it leaves a gradient."""
-
-        def run() -> Any:
-            with self._placed():
-                result = zero_grad()
-                if any(p.grad is gradient for p, gradient in self._given.values()):
-                    refuse(CaptureError(_LEAVES, _ZERO), "zero_grad")
-            return result
+            # Without memory of their own: no op can take a value of them.
+            kinds = [(getattr(p, "grad_dtype", None) or p.dtype, p.device) for p in self._dropped]
+            memory = {kind: torch.empty((), dtype=kind[0], device=kind[1]) for kind in {*kinds}}
+            for parameter, kind in zip(self._dropped, kinds, strict=True):
+                if parameter.grad is None:
+                    gradient = parameter.grad = memory[kind].expand_as(parameter)
+                    self._given[id(gradient)] = parameter, gradient
+                    self._places.add(storage_id(gradient))
+            try:
+                with _Watch(self):
+                    return step()
+            finally:
+                self.take_away()
 
         return run
 
@@ -92,26 +86,46 @@ class LostGradients:
         for parameter, gradient in self._given.values():
             if parameter.grad is gradient:
                 parameter.grad = None
-        self._given.clear()
-        self._places.clear()
+
+    def note(self, inputs: Collection[Tensor], made: set[int]) -> None:
+        """Look at the inputs of an op; `made` are the storages that the step has made so far."""
+        self.refuse_use(inputs)
+        for tensor in inputs:
+            if not (tensor.requires_grad and tensor.is_leaf) or id(tensor) in self._known:
+                continue
+            if id(tensor) not in self._others and storage_id(tensor) not in made | self._own_memory:
+                self._others[id(tensor)] = ref(tensor), tensor.grad
+
+    def refuse_use(self, tensors: Iterable[Tensor]) -> None:
+        """Refuse the step if one of some tensors is a gradient of the step before."""
+        for tensor in tensors:
+            if storage_id(tensor) in self._places:
+                parameter, _ = self._given.get(id(tensor), (None, None))
+                name = self._names.get(id(parameter))
+                whose = f"`{name}`" if name else "a parameter"
+                what = f"the gradient of {whose} from the step before, whose memory it reuses"
+                forbid(what, _KEEP_IT, user_location())
 
     @contextmanager
-    def checked(self) -> Iterator[None]:
-        """Refuse the enclosed step if it makes the gradient of a tensor that the graph does not know.
-
-        Behind a refusal or an error, such tensors have the gradients that they had before.
-        """
+    def restored(self) -> Iterator[None]:
+        """Give other tensors the gradients that they had before, if the enclosed step fails."""
         try:
             yield
-            self.check()
         except BaseException:
             for leaf, before in self._moved():
                 leaf.grad = before
             raise
 
     def check(self) -> None:
-        for leaf, before in [*self._moved()]:
-            leaf.grad, shape = before, tuple(leaf.shape)
+        """Refuse the step if it has made the gradient of a tensor that the graph does not know.
+
+        Call it when nothing holds the autograd graph of the step any more: what lives then is held by
+        code that may read its gradient.
+        """
+        moved = [*self._moved()]
+        for leaf, before in moved:
+            leaf.grad = before
+        for shape in (tuple(leaf.shape) for leaf, _ in moved):
             error = CaptureError(
                 f"The training step makes the gradient of a tensor of shape {shape} that is no parameter"
                 " of the module: replays would not give it one.",
@@ -124,35 +138,6 @@ class LostGradients:
         for other, before in self._others.values():
             if (leaf := other()) is not None and leaf.grad is not None and leaf.grad is not before:
                 yield leaf, before
-
-    @contextmanager
-    def _placed(self) -> Iterator[None]:
-        """Give the parameters gradients without memory of their own, of which no op can take a value."""
-        kinds = [(getattr(p, "grad_dtype", None) or p.dtype, p.device) for p in self._makes]
-        memory = {kind: torch.empty((), dtype=kind[0], device=kind[1]) for kind in dict.fromkeys(kinds)}
-        for parameter, kind in zip(self._makes, kinds, strict=True):
-            if parameter.grad is None:
-                gradient = parameter.grad = memory[kind].expand_as(parameter)
-                self._given[id(gradient)] = parameter, gradient
-                self._places.add(storage_id(gradient))
-        try:
-            yield
-        finally:
-            self.take_away()
-
-    def note(self, inputs: Sequence[Tensor], made: set[int]) -> None:
-        """Look at the inputs of an op; `made` are the storages that the step has made so far."""
-        for tensor in inputs:
-            if storage_id(tensor) in self._places:
-                parameter, _ = self._given.get(id(tensor), (None, None))
-                name = self._names.get(id(parameter))
-                whose = f"`{name}`" if name else "a parameter"
-                what = f"the gradient of {whose} from the step before, whose memory it reuses"
-                forbid(what, _KEEP_IT, user_location())
-            if not (tensor.requires_grad and tensor.is_leaf) or id(tensor) in self._known:
-                continue
-            if id(tensor) not in self._others and storage_id(tensor) not in made | self._own_memory:
-                self._others[id(tensor)] = ref(tensor), tensor.grad
 
 
 class _Watch(OwnDispatchMode):

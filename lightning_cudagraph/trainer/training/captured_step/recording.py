@@ -24,6 +24,8 @@ from lightning_cudagraph.device.sentry.compiled import recompilation
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, as_output, names_a_class
+from lightning_cudagraph.tensors.local import is_around_another
+from lightning_cudagraph.tensors.writes import has_memory
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings, never_timed
 from lightning_cudagraph.trainer.common.captured_run import Gradient, gradient_of
@@ -54,6 +56,7 @@ class Recorder:
         self._logs = run.logs
         self._harmless = run.settings.harmless
         self._untimed: dict[str, str] | None = None  # until a timed step was captured
+        self.with_gradients: frozenset[int] = frozenset()  # parameters, at the end of a warm-up step
 
     def record(
         self,
@@ -107,8 +110,6 @@ class Recorder:
         gradients = self._gradients(batch, closure) if capturing else None
         if gradients is not None:
             inner._step_fn = gradients.unused_in(inner._step_fn)
-            if counts_drops and inner._zero_grad_fn is not None:
-                inner._zero_grad_fn = gradients.dropped_by(inner._zero_grad_fn)
         behind = False
 
         def end_backward() -> None:
@@ -126,7 +127,7 @@ class Recorder:
         with ExitStack() as stack:
             stack.enter_context(unprofiled(self._trainer))
             if gradients is not None:
-                stack.enter_context(gradients.checked())
+                stack.enter_context(gradients.restored())
 
             def break_graph(whose: str, drops_here: bool, run: Callable[[GraphClosure], None]) -> None:
                 nonlocal taken, uncounted
@@ -134,8 +135,9 @@ class Recorder:
                 part = self._logs.finished(parts.events[taken:], step_kind, capturing, is_last=False)
                 breaks.append(HostBreak(whose, part, uncounted, run, parts.recomputed.so_far()))
                 taken, uncounted = len(parts.events), 0
-                if cut is not None and gradients is not None:
+                if gradients is not None:
                     gradients.take_away()
+                if cut is not None:
                     with marks.stage("host") if marks is not None else nullcontext():
                         cut(whose, drops_here)
 
@@ -166,12 +168,17 @@ class Recorder:
             if reads is not None and isinstance(leaf, HostValue):
                 with setting(reads, returned=re.sub(r"^batch\['(\w+)'\]", r"\1", path)):
                     as_output(leaf)
-        extra = map_leaves(result.extra, _detached)
+        if gradients is not None:
+            gradients.refuse_use(leaf for _, leaf in flatten_batch(result.extra) if has_memory(leaf))
+        extra, loss = map_leaves(result.extra, _detached), result.loss
+        del result, inner
+        if gradients is not None:
+            gradients.check()
         if marks is not None:
             self._untimed = never_timed(self._untimed, marks.untimed)
         trained = {} if body.has_optimizer else self._trained(before)
         return StepOutputs(
-            result.loss,
+            loss,
             extra,
             logged,
             marks,
@@ -182,13 +189,14 @@ class Recorder:
             parts.recomputed,
         )
 
-    def _gradients(self, batch: Any, closure: GraphClosure) -> LostGradients:
-        part, makes_gradients = (
-            self._run.part,
-            closure.drops_gradients and not self._hooks.leave_gradients,
-        )
-        makes, _ = part.parameters(makes_gradients)
-        return LostGradients(self._module, makes, part.optimizer.parameters, batch)
+    def _gradients(self, batch: Any, closure: GraphClosure) -> LostGradients | None:
+        """The gradients of a captured step; none with sharded weights, of which torch makes new ones."""
+        if any(is_around_another(type(parameter)) for parameter in self._module.parameters()):
+            return None
+        part = self._run.part
+        makes, _ = part.parameters(closure.drops_gradients and not self._hooks.leave_gradients)
+        dropped = [parameter for parameter in makes if id(parameter) in self.with_gradients]
+        return LostGradients(self._module, part.optimizer.parameters, dropped, batch)
 
     @property
     def untimed(self) -> dict[str, str]:

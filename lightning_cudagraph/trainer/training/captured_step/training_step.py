@@ -139,6 +139,8 @@ class TrainingStep(Step[StepOutputs]):
         detach_recomputed(training.module)  # first, because the watch of effects keeps references
         with training.hooks.learning(), training.learning():
             yield
+        parameters = training.module.parameters()
+        self.recorder.with_gradients = frozenset(id(p) for p in parameters if p.grad is not None)
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         return self.training.part.parameters(self._makes_gradients())
