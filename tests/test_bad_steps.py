@@ -485,6 +485,15 @@ class WritesOnly(Reads):
             self.factor.fill_(2)
 
 
+class CallsItsOwn(Reads):
+    def read(self, x: Tensor, y: Tensor) -> None:
+        if x.sum() > 0:  # BAD
+            self.keep(x)
+
+    def keep(self, x: Tensor) -> None:
+        self.queue[:1] = x[:1]
+
+
 class CountsPlaces(Reads):
     at = 0
 
@@ -977,6 +986,7 @@ REMEDIES: dict[type[Net], str] = {
     Loop: "Loop as often as is needed at most.*docs/recipes/loops_that_end.md",
     Choice: "Compute both, and choose with `torch.where`",
     Tells: "Return the tensor from the step.*`on_train_batch_end`",
+    CallsItsOwn: "Compute both, and choose",
     WritesOnly: "Compute both, and choose with `torch.where`",
     CountsPlaces: "Keep it in a registered buffer.*`self.at.copy_(...)` for.*`x[self.at.view(1)] = y`",
     Kept: "Return the tensor from the step.*`on_train_batch_end`",

@@ -282,10 +282,11 @@ class StepEngine(Generic[T]):
         self.graphs.clear_plain()
         self._carried.take_out()
         self._copies.put_back()
-        # On the side stream, while there may be graphs: autograd nodes keep the stream on which they
-        # were made, and a node of the default stream would break a later capture. Other threads, to
-        # which the step may hand tensors, work on the default stream.
-        stream = nullcontext() if self.given_up else self._backend.on_side_stream()
+        # On the side stream: autograd nodes keep the stream on which they were made, and a node of the
+        # default stream would break a later capture. Not where there will be none, and other threads,
+        # which work on the default stream, take what the step hands to them.
+        is_apart = self.given_up and self._guards.effects.hands_over
+        stream = nullcontext() if is_apart else self._backend.on_side_stream()
         with stream, self._noting_gradients(step):
             step.run()
         self._run.replicas.ran()

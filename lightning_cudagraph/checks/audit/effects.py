@@ -79,6 +79,7 @@ class Effects:
         kind: batch signature and accumulation phase of the step at hand; steps of another kind may have
             other effects.
         mentioned: names that the watched steps mention.
+        hands_over: True once a watched step may have handed objects to another thread.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Effects:
         self._found: dict[Hashable, dict[Hashable, list[Moved]]] = {}
         self._hiding: dict[int, Any] = {}  # by id: objects that steps use, and that hide their state
         self.kind: tuple[Hashable, Hashable] = (None, None)
+        self.hands_over = False
 
     def forget(self) -> None:
         self._found.clear()
@@ -110,7 +112,12 @@ class Effects:
         """
         walk = self._walk(self.mentioned)
         used: dict[int, Any] = {}
-        with _code_noted(self.mentioned, walk, used, at_handover):
+
+        def handed_over() -> None:
+            self.hands_over = True
+            at_handover()
+
+        with _code_noted(self.mentioned, walk, used, handed_over):
             yield
         signature, phase = self.kind
         if signature not in self._found:
@@ -229,7 +236,8 @@ def _code_noted(
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event in ("c_call", "c_return"):
             receiver = argument.__self__
-            if type(receiver) in _HANDOVERS or id(receiver) in modules:
+            is_start = id(receiver) in modules and argument.__name__.startswith("start_")
+            if is_start or type(receiver) in _HANDOVERS:
                 at_handover()
             elif watched(id(receiver)) is receiver is not None and is_hiding(receiver):
                 used[id(receiver)] = receiver

@@ -317,11 +317,17 @@ def _returns_none(statements: Iterable[ast.AST]) -> bool:
 
 
 def _tells(node: ast.AST) -> bool:
-    """True for a call without a use of its result, which writes into no tensor as `mul_` does."""
+    """True for a call without a use of its result, which changes nothing of the step's.
+
+    So not for one that writes into a tensor as `mul_` does, or for a method of the module's own.
+    """
     if isinstance(node, ast.If):
         return all(map(_tells, (*node.body, *node.orelse)))
     called = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(called, ast.Call) and bool(called.args) and not _name(called).endswith("_")
+    if not isinstance(called, ast.Call) or not called.args or _name(called).endswith("_"):
+        return False
+    is_own = isinstance(called.func, ast.Attribute) and ast.unparse(called.func.value) == "self"
+    return not is_own or _name(called) in {*LOGS, "print"}
 
 
 def _stops_training(node: ast.AST) -> bool:
