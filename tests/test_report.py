@@ -153,7 +153,7 @@ def test_without_plain_steps_no_gain_is_claimed() -> None:
     """Steps of the warm-up are watched: the report makes no speed-up of them."""
     text = report(replayed(replay_ms=2.4))
     assert text.startswith("lightning_cudagraph: 200 of 203 steps replayed (98.5%); CUDA graphs\n")
-    told = '2.40 ms replayed; to know what is gained, run once with `backend="off"`'
+    told = '2.40 ms replayed on average; to know what is gained, run once with `backend="off"`'
     assert step_line(text) == f"  step      {told}"
 
 
@@ -171,7 +171,7 @@ def test_the_gain_is_the_first_thing_said(plain_ms: float, said: str) -> None:
     text = report(fit)
     share = "200 of 203 steps replayed (98.5%); CUDA graphs"
     assert text.splitlines()[0] == f"lightning_cudagraph: {said}{share}"
-    told = f"2.40 ms replayed, {plain_ms:.2f} ms plain (4 steps before the capture)"
+    told = f"2.40 ms replayed on average, {plain_ms:.2f} ms plain (4 steps before the capture)"
     assert step_line(text) == f"  step      {told}"
     assert fit.speedup == pytest.approx(plain_ms / 2.4)
     assert fit.speedup is not None

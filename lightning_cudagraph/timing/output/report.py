@@ -82,7 +82,7 @@ def stage_lines(label: str, stage: StageSummary, is_emulated: bool = False) -> l
         more.append(f"{stage.checked} replay(s) verified against eager steps")
     lines += [f"{'':<12}{line}" for line in more]
     if stage.replay_ms is not None:
-        step = f"{stage.replay_ms:.2f} ms replayed"
+        step = f"{stage.replay_ms:.2f} ms replayed on average"
         if stage.plain_ms is None and not is_emulated:
             step += '; to know what is gained, run once with `backend="off"`'
         elif stage.plain_ms is not None:
