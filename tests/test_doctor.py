@@ -881,6 +881,7 @@ def test_an_import_of_the_script_that_fails_is_its_own(
     assert f"{tmp_path}/imports_much.py:1" in where
 
 
+@pytest.mark.long
 def test_a_closed_pipe_ends_it_quietly() -> None:
     command = [sys.executable, "-c", "from lightning_cudagraph.trainer.command.cli import main; main()"]
     given = ["doctor", "tests.test_doctor:make_three"]

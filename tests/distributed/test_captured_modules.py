@@ -8,8 +8,8 @@ import pytest
 
 from tests.distributed.launch import AT_ONCE_S, assert_cases_of
 
-CASES = ("same_parts_accumulated_in_buckets", "experts_that_get_no_samples")
-LONG = ("same_parts",)
+CASES = ("experts_that_get_no_samples",)
+LONG = ("same_parts", "same_parts_accumulated_in_buckets")
 
 
 @pytest.mark.parametrize(
