@@ -205,6 +205,7 @@ class CountsWhereCompiled(Net):
         return self.fast(x)
 
 
+@pytest.mark.long
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("verify_replays", [0, 2])
 def test_what_is_written_only_where_compiled(

@@ -375,6 +375,7 @@ def test_more_batch_sizes_than_graphs(tmp_path: Path, accelerator: str) -> None:
     assert "% of your steps ran eagerly: dimension 0 of `batch[0]` has 12 lengths; pad it to" in first
 
 
+@pytest.mark.long
 def test_batch_sizes_that_grow(tmp_path: Path, accelerator: str) -> None:
     """Those that come now have the graphs of the least recently used ones."""
     sizes = [size for size in (3, 4, 5, 6) for _ in range(24)]

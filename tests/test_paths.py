@@ -277,6 +277,7 @@ def test_windows(tmp_path: Path, accelerator: str, window: int) -> None:
     assert run.counts.replayed > BATCHES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [0, 1])
 def test_windows_without_a_parameter(tmp_path: Path, accelerator: str, first: int) -> None:
     """An optimizer skips a parameter without a gradient, which no zeros of another graph may replace."""

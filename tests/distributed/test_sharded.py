@@ -13,12 +13,9 @@ def _assert_all_ok(tmp_path: Path, accelerator: str, *cases: str) -> None:
     assert_cases_of("sharded_cases", tmp_path, cases, accelerator, timeout_s=600, to_its_end=False)
 
 
-CAPTURED = (
-    "fully_sharded_in_windows",
-    "fully_sharded_and_not_captured",
-)
+CAPTURED = ("fully_sharded", "fully_sharded_and_not_captured")
 CAPTURED_LONG = (
-    "fully_sharded",
+    "fully_sharded_in_windows",
     "fully_sharded_always",
     "fully_sharded_never",
     "fully_sharded_in_windows_that_wait_once",
