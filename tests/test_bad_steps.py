@@ -280,9 +280,11 @@ def test_handing_something_to_another_thread_is_told(name: str) -> None:
     with effects.watched(lambda: told.append(None)):
         len([torch.ones(2).sum()])
     assert not told
+    assert not effects.hands_over
     with effects.watched(lambda: told.append(None)):
         _HANDOVERS[name]()
     assert len(told) >= 2
+    assert effects.hands_over
 
 
 @pytest.mark.spread(3)

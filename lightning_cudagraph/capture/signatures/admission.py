@@ -161,8 +161,9 @@ class Admission(Generic[T]):
         """Run all later batches of this signature eagerly; others keep their graphs."""
         self._graphs.discard(signature)
         wording, reason, first = self._run.wording, self._run.wording.of(error.reason), self._first
-        is_other = first is not None and first != signature
-        word = first.word_for(signature, wording.signature) if first and is_other else wording.signature
+        word = wording.signature
+        if first is not None and first != signature:
+            word = first.word_for(signature, word)
         candidate = self._candidates.setdefault(signature, _Candidate())
         candidate.refused = f"a {word} without a graph: {reason}"
         since = f" since a change ({change})" if change else ""

@@ -78,13 +78,10 @@ def ended_by(trainer: pl.Trainer, exception: BaseException | None) -> str:
     """
     if exception is None:
         return ""
-    loop, words = (
-        trainer.fit_loop.epoch_loop,
-        f"{type(exception).__name__} after step {trainer.global_step}",
-    )
+    words = f"{type(exception).__name__} after step {trainer.global_step}"
     if trainer.accumulate_grad_batches == 1 and trainer.lightning_module.automatic_optimization:
         return words
-    return f"{words} (batch {loop.batch_progress.total.completed})"
+    return f"{words} (batch {trainer.fit_loop.epoch_loop.batch_progress.total.completed})"
 
 
 class RunTimes:
