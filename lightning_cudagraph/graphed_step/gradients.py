@@ -17,12 +17,10 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.sentry.autocast import reaching
-from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
+from lightning_cudagraph.device.sentry.own_modes import InputsMode
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
-from lightning_cudagraph.tensors.local import is_around_another
-from lightning_cudagraph.tensors.writes import has_memory, storage_id
+from lightning_cudagraph.tensors.writes import storage_id
 
 
 class MixedWarmUpError(CUDAGraphError):
@@ -169,7 +167,7 @@ class NoGradients(GradientEffects):
         yield
 
 
-class _Watch(OwnDispatchMode):
+class _Watch(InputsMode):
     """Records the trainable leaves among the inputs of ops, and the storages that ops read."""
 
     def __init__(self, device_type: str) -> None:
@@ -177,28 +175,19 @@ class _Watch(OwnDispatchMode):
         self._device_type = device_type
         self.leaves: dict[int, Tensor] = {}
         self.read: set[int] = set()
-        self._made: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if any(map(is_around_another, types)):
-            return NotImplemented  # the wrapper subclass dispatches its inner ops again
-        kwargs = kwargs or {}
-        inputs = list(filter(has_memory, tree_iter((args, kwargs))))
+    def look(self, inputs: list[Tensor]) -> None:
         for tensor in inputs:
             self.read.add(storage_id(tensor))
-            if tensor.requires_grad and tensor.is_leaf and storage_id(tensor) not in self._made:
+            if tensor.requires_grad and tensor.is_leaf and storage_id(tensor) not in self.made:
                 self.leaves[id(tensor)] = tensor
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with reaching(func, self._device_type):
-            result = func(*args, **kwargs)
-        given = {storage_id(tensor) for tensor in inputs}
-        made = set(map(storage_id, filter(has_memory, tree_iter(result))))
-        self._made |= made - given
-        return result
+            return func(*args, **kwargs)
 
 
-class _Dropped(OwnDispatchMode):
+class _Dropped(InputsMode):
     """Ends a step in which an op takes one of some storages."""
 
     def __init__(self, storages: set[int]) -> None:
@@ -206,14 +195,7 @@ class _Dropped(OwnDispatchMode):
         self._storages = storages
         self.are_used = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if any(map(is_around_another, types)):
-            return NotImplemented
-        kwargs = kwargs or {}
-        inputs = filter(has_memory, tree_iter((args, kwargs)))
+    def look(self, inputs: list[Tensor]) -> None:
         if not self._storages.isdisjoint(map(storage_id, inputs)):
             self.are_used = True
             raise MixedWarmUpError
-        return func(*args, **kwargs)

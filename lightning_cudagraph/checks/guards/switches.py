@@ -23,6 +23,7 @@ _VALUES = (
     "torch.backends.mkldnn.matmul.fp32_precision",
     "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
     "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_fp16_accumulation",
     "torch.backends.cudnn.enabled",
     "torch.backends.cudnn.benchmark",
     "torch.backends.cudnn.deterministic",
@@ -104,6 +105,7 @@ def _left_out() -> tuple[Callable[[], object], ...]:
         torch.backends.cuda.cudnn_sdp_enabled,
         torch.backends.mha.get_fastpath_enabled,
         torch.is_anomaly_enabled,
+        torch._C._get_cublas_allow_fp16_accumulation,
     )
 
 

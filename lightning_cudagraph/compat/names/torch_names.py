@@ -122,6 +122,7 @@ _AUTOGRAD = (
     PrivateName("torch._C._len_torch_dispatch_stack", (CAPTURES,), lambda length: length() >= 0),
     *named("torch._C", "_get_function_stack_at _get_dispatch_stack_at", CAPTURES),
     *named("torch._C", "_get_cudnn_enabled _get_cudnn_benchmark _get_cudnn_deterministic", CAPTURES),
+    *named("torch._C", "_get_cublas_allow_fp16_accumulation", CAPTURES),
     PrivateName(
         "torch._C._get_fp32_precision_getter", (CAPTURES,), lambda read: bool(read("cuda", "conv"))
     ),

@@ -24,10 +24,13 @@ from lightning_cudagraph.compat.names.torch_names import (
     TorchDispatchMode,
     TorchInGraphFunctionVariable,
     eval_frame,
+    tree_iter,
 )
 from lightning_cudagraph.device.lines import warned_lines
 from lightning_cudagraph.device.refusals.first_refusal import refused
 from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.tensors.local import is_around_another
+from lightning_cudagraph.tensors.writes import has_memory, storage_id
 
 # The value in classes that override nothing.
 _DOES_NOT: Any = nn.Parameter.__torch_function__
@@ -206,6 +209,37 @@ class OwnDispatchMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """True, or Dynamo would run compiled frames eagerly under the mode."""
         return True
+
+
+class InputsMode(OwnDispatchMode):
+    """Base class of dispatch modes that look at the tensors that ops take.
+
+    They tell older memory from that which ops have made under the mode.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[int] = set()  # storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(map(is_around_another, types)):
+            return NotImplemented  # the wrapper subclass dispatches its inner ops again
+        kwargs = kwargs or {}
+        inputs = list(filter(has_memory, tree_iter((args, kwargs))))
+        self.look(inputs)
+        result = self.call(func, args, kwargs)
+        given = set(map(storage_id, inputs))
+        self.made |= set(map(storage_id, filter(has_memory, tree_iter(result)))) - given
+        return result
+
+    def look(self, inputs: list[Tensor]) -> None:
+        """Look at the tensors with memory that an op is about to take."""
+        raise NotImplementedError
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
 
 def unpatched() -> Callable[[], None]:

@@ -15,13 +15,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid, refuse
-from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
+from lightning_cudagraph.device.sentry.own_modes import InputsMode
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.batch import flatten_batch
-from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import has_memory, storage_id
 
 T = TypeVar("T")
@@ -140,23 +138,12 @@ class LostGradients:
                 yield leaf, before
 
 
-class _Watch(OwnDispatchMode):
+class _Watch(InputsMode):
     """Shows the inputs of ops to `LostGradients`."""
 
     def __init__(self, gradients: LostGradients) -> None:
         super().__init__()
         self._gradients = gradients
-        self._made: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if any(map(is_around_another, types)):
-            return NotImplemented  # the wrapper subclass dispatches its inner ops again
-        kwargs = kwargs or {}
-        inputs = list(filter(has_memory, tree_iter((args, kwargs))))
-        self._gradients.note(inputs, self._made)
-        result = func(*args, **kwargs)
-        given = {storage_id(tensor) for tensor in inputs}
-        self._made |= set(map(storage_id, filter(has_memory, tree_iter(result)))) - given
-        return result
+    def look(self, inputs: list[Tensor]) -> None:
+        self._gradients.note(inputs, self.made)
