@@ -30,13 +30,7 @@ from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 from lightning_cudagraph.device.lines.user_lines import user_location
-from lightning_cudagraph.device.refusals.consumers import (
-    consumers,
-    consumers_of_attribute,
-    is_called,
-    of_draw,
-    of_place,
-)
+from lightning_cudagraph.device.refusals.consumers import consumers, consumers_of_attribute, is_called
 from lightning_cudagraph.device.refusals.first_refusal import (
     FirstRefusal,
     backward_ended,
@@ -45,6 +39,7 @@ from lightning_cudagraph.device.refusals.first_refusal import (
     refuse,
 )
 from lightning_cudagraph.device.refusals.host_reads import of_library
+from lightning_cudagraph.device.refusals.instead import of_draw, of_place
 from lightning_cudagraph.errors import CaptureError, Location, UnsupportedError, see
 from lightning_cudagraph.tensors.host_values import HostRead, HostReads, HostValue
 from lightning_cudagraph.tensors.local import address_of

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.checks.walk.host_objects import UNSET
 from lightning_cudagraph.checks.walk.parts import Moved
-from lightning_cudagraph.device.refusals.consumers import BRANCH, consumers, instead_of
+from lightning_cudagraph.device.refusals.consumers import BRANCH, consumers
+from lightning_cudagraph.device.refusals.instead import instead_of
 from lightning_cudagraph.errors import AS_NUMBER, Location, see
 
 _BUFFER = "Hand it to the step in a registered buffer, written with `fill_` in `on_train_batch_start`. "

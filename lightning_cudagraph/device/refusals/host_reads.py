@@ -13,28 +13,28 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.device.lines.user_lines import is_installed, is_user_code
-from lightning_cudagraph.device.refusals.consumers import (
+from lightning_cudagraph.device.refusals.branches import (
     ASKS_MASK,
-    BRANCH,
     CHOOSES,
     LACKS,
-    LOOP,
     RAISES,
     SKIPS,
-    START,
-    STOP,
     STOPS,
     TELLS,
-    WINDOW,
     branch,
+)
+from lightning_cudagraph.device.refusals.consumers import (
+    BRANCH,
+    LOOP,
+    START,
+    STOP,
+    WINDOW,
     consumers,
     has_window,
-    instead_of,
-    of_draw,
-    of_item,
     reads_host_draw,
     recurs,
 )
+from lightning_cudagraph.device.refusals.instead import instead_of, of_draw, of_item
 from lightning_cudagraph.errors import Location, see
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
