@@ -10,7 +10,7 @@ and after the step are compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import ref
 
@@ -182,9 +182,8 @@ class _Watch(InputsMode):
             if tensor.requires_grad and tensor.is_leaf and storage_id(tensor) not in self.made:
                 self.leaves[id(tensor)] = tensor
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with reaching(func, self._device_type):
-            return func(*args, **kwargs)
+    def around(self, func: Any) -> AbstractContextManager[Any]:
+        return reaching(func, self._device_type)
 
 
 class _Dropped(InputsMode):
