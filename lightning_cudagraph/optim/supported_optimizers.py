@@ -97,12 +97,6 @@ def form_of(optimizer: Optimizer) -> Form:
             "The optimizer is a `SparseAdam`, for gradients whose size depends on values.",
             "Use dense embeddings with `Adam`.",
         )
-    if _code(type(optimizer), "zero_grad") is not _code(Optimizer, "zero_grad"):
-        raise UnsupportedError(
-            f"`{_name(optimizer)}` has a `zero_grad` of its own; a graph makes new gradients in each"
-            " step.",
-            "Leave it out.",
-        )
     refuse_step_hooks(optimizer)
     reason: str | None = _known(optimizer, _EAGER)
     if reason is not None:

@@ -7,22 +7,22 @@ tensor the gradient that the capture has made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid, refuse
-from lightning_cudagraph.device.sentry.own_modes import InputsMode
+from lightning_cudagraph.device.sentry.own_modes import InputsMode, OwnFunctionMode
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.writes import has_memory, storage_id
 
 T = TypeVar("T")
+_READ = Tensor.grad.__get__  # type: ignore[union-attr]
 _KEEP_IT = (
     "Write what you need of it into a registered buffer in `on_before_optimizer_step`"
     " (`self.norm.copy_(...)`), and read the buffer."
@@ -47,62 +47,41 @@ class LostGradients:
         self,
         module: nn.Module,
         stepped: Iterable[nn.Parameter],
-        dropped: Sequence[nn.Parameter],
+        dropped: Iterable[nn.Parameter],
         batch: Any,
     ) -> None:
         self._names = {id(p): name for name, p in module.named_parameters()}
-        self._dropped = dropped
+        self._dropped = {*map(id, dropped)}
         self._known = {*self._names, *map(id, stepped)}
         leaves = (leaf for _, leaf in flatten_batch(batch))
         self._own_memory = {storage_id(leaf) for leaf in leaves if has_memory(leaf)}
-        self._given: dict[int, tuple[nn.Parameter, Tensor]] = {}  # by identity of the gradient
-        self._places: set[int] = set()  # storages of these gradients
-        self._others: dict[int, tuple[ref[Tensor], Tensor | None]] = {}
+        # By identity: with the gradient before the step, and its version.
+        self._others: dict[int, tuple[ref[Tensor], Tensor | None, int]] = {}
 
     def unused_in(self, step: Callable[[], T]) -> Callable[[], T]:
-        """Return a step that is refused if it uses gradients of the step before."""
+        """Return a step that is refused if it looks at gradients of the step before."""
 
         def run() -> T:
-            # Without memory of their own: no op can take a value of them.
-            kinds = [(getattr(p, "grad_dtype", None) or p.dtype, p.device) for p in self._dropped]
-            memory = {kind: torch.empty((), dtype=kind[0], device=kind[1]) for kind in {*kinds}}
-            for parameter, kind in zip(self._dropped, kinds, strict=True):
-                if parameter.grad is None:
-                    gradient = parameter.grad = memory[kind].expand_as(parameter)
-                    self._given[id(gradient)] = parameter, gradient
-                    self._places.add(storage_id(gradient))
-            try:
-                with _Watch(self):
-                    return step()
-            finally:
-                self.take_away()
+            with _Reads(self), _Watch(self):
+                return step()
 
         return run
 
-    def take_away(self) -> None:
-        """Let the parameters have no gradients, as the graph finds them."""
-        for parameter, gradient in self._given.values():
-            if parameter.grad is gradient:
-                parameter.grad = None
-
-    def note(self, inputs: Collection[Tensor], made: set[int]) -> None:
+    def note(self, inputs: Iterable[Tensor], made: set[int]) -> None:
         """Look at the inputs of an op; `made` are the storages that the step has made so far."""
-        self.refuse_use(inputs)
         for tensor in inputs:
             if not (tensor.requires_grad and tensor.is_leaf) or id(tensor) in self._known:
                 continue
             if id(tensor) not in self._others and storage_id(tensor) not in made | self._own_memory:
-                self._others[id(tensor)] = ref(tensor), tensor.grad
+                self._others[id(tensor)] = ref(tensor), tensor.grad, _version(tensor.grad)
 
-    def refuse_use(self, tensors: Iterable[Tensor]) -> None:
-        """Refuse the step if one of some tensors is a gradient of the step before."""
-        for tensor in tensors:
-            if storage_id(tensor) in self._places:
-                parameter, _ = self._given.get(id(tensor), (None, None))
-                name = self._names.get(id(parameter))
-                whose = f"`{name}`" if name else "a parameter"
-                what = f"the gradient of {whose} from the step before, whose memory it reuses"
-                forbid(what, _KEEP_IT, user_location())
+    def refuse_read(self, tensor: Tensor) -> None:
+        """Refuse the step if it looks at the gradient of one of the dropped parameters."""
+        if id(tensor) in self._dropped:
+            name = self._names.get(id(tensor))
+            whose = f"`{name}`" if name else "a parameter"
+            what = f"the gradient of {whose} from the step before, whose memory it reuses"
+            forbid(what, _KEEP_IT, user_location())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -132,10 +111,31 @@ class LostGradients:
             refuse(error, ("gradient", shape))
 
     def _moved(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """The other tensors that have a new gradient, with the one from before the step."""
-        for other, before in self._others.values():
-            if (leaf := other()) is not None and leaf.grad is not None and leaf.grad is not before:
+        """The other tensors whose gradients the step has made or changed, with those before it."""
+        for other, before, version in self._others.values():
+            if (leaf := other()) is None or (now := leaf.grad) is None:
+                continue
+            if now is not before or _version(now) != version:
                 yield leaf, before
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
+
+
+class _Reads(OwnFunctionMode):
+    """Shows the tensors whose gradients are read to `LostGradients`."""
+
+    def __init__(self, gradients: LostGradients) -> None:
+        super().__init__()
+        self._gradients = gradients
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == _READ:
+            self._gradients.refuse_read(args[0])
+        return func(*args, **kwargs)
 
 
 class _Watch(InputsMode):

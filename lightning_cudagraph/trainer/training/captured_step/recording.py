@@ -25,7 +25,6 @@ from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, as_output, names_a_class
 from lightning_cudagraph.tensors.local import is_around_another
-from lightning_cudagraph.tensors.writes import has_memory
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings, never_timed
 from lightning_cudagraph.trainer.common.captured_run import Gradient, gradient_of
@@ -56,7 +55,9 @@ class Recorder:
         self._logs = run.logs
         self._harmless = run.settings.harmless
         self._untimed: dict[str, str] | None = None  # until a timed step was captured
-        self.with_gradients: frozenset[int] = frozenset()  # parameters, at the end of a warm-up step
+        # Parameters with a gradient before the last warm-up step, and after it.
+        self.found_gradients: frozenset[int] = frozenset()
+        self.left_gradients: frozenset[int] = frozenset()
 
     def record(
         self,
@@ -135,8 +136,6 @@ class Recorder:
                 part = self._logs.finished(parts.events[taken:], step_kind, capturing, is_last=False)
                 breaks.append(HostBreak(whose, part, uncounted, run, parts.recomputed.so_far()))
                 taken, uncounted = len(parts.events), 0
-                if gradients is not None:
-                    gradients.take_away()
                 if cut is not None:
                     with marks.stage("host") if marks is not None else nullcontext():
                         cut(whose, drops_here)
@@ -168,8 +167,6 @@ class Recorder:
             if reads is not None and isinstance(leaf, HostValue):
                 with setting(reads, returned=re.sub(r"^batch\['(\w+)'\]", r"\1", path)):
                     as_output(leaf)
-        if gradients is not None:
-            gradients.refuse_use(leaf for _, leaf in flatten_batch(result.extra) if has_memory(leaf))
         extra, loss = map_leaves(result.extra, _detached), result.loss
         del result, inner
         if gradients is not None:
@@ -195,7 +192,7 @@ class Recorder:
             return None
         part = self._run.part
         makes, _ = part.parameters(closure.drops_gradients and not self._hooks.leave_gradients)
-        dropped = [parameter for parameter in makes if id(parameter) in self.with_gradients]
+        dropped = [parameter for parameter in makes if id(parameter) in self.left_gradients]
         return LostGradients(self._module, part.optimizer.parameters, dropped, batch)
 
     @property
