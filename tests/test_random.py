@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cudagraph import CaptureError, CUDAGraphCallback
-from tests.harness import Net, assert_same, make, train
+from lightning_cudagraph import CaptureError, CUDAGraphCallback, Verification
+from tests.harness import Net, assert_same, differences, loader, make, train
 
 
 class OwnGenerator(Net):
@@ -85,6 +85,35 @@ class LateGenerator(OwnGenerator):
 def test_a_generator_that_warm_up_has_not_seen(tmp_path: Path, accelerator: str) -> None:
     with pytest.raises(CaptureError, match="generator that no step has drawn from in warm-up"):
         train(make(LateGenerator), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
+_UNDER = "_".join(["is", "noisy"])
+
+
+class HiddenGenerator(OwnGenerator):
+    """Draws from a generator from a step on, if an attribute is set whose name no code has."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            vars(self)[_UNDER] = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if getattr(self, _UNDER, False):
+            x = x + torch.rand(x.shape, generator=self.noise, device=x.device)
+        return nn.functional.cross_entropy(self(x), y)
+
+
+def test_a_generator_that_a_check_meets_first(tmp_path: Path, accelerator: str) -> None:
+    """Numbers that a check draws from it would be missing later."""
+    modules = [make(HiddenGenerator) for _ in range(2)]
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "logger": False, "watched": False}
+    plain = train(modules[0], tmp_path / "plain", train_loader=loader(batches=20), **kwargs)
+    callback = CUDAGraphCallback(verify=Verification(replays=8))
+    graph = train(modules[1], tmp_path / "graph", callback, train_loader=loader(batches=20), **kwargs)
+    assert not differences(plain.final, graph.final)
+    assert torch.equal(modules[0].left_behind, modules[1].left_behind)
+    assert any("generator that no step has drawn from" in reason for reason in graph.counts.recaptures)
 
 
 class Checkpointed(Net):

@@ -69,6 +69,18 @@ class ChangesMomentum(Changes):
         self.optimizer.param_groups[0]["momentum"] = 0.5
 
 
+class ChangesBetas(Changes):
+    """In place, in a list."""
+
+    def build(self) -> None:
+        super().build()
+        groups = [{"params": [*self.net.parameters()], "betas": [0.9, 0.99]}]
+        self.optimizer = O.AdamW(groups, lr=0.01)
+
+    def change(self) -> None:
+        self.optimizer.param_groups[0]["betas"][0] = 0.5
+
+
 class ChangesGlobal(Changes):
     def step(self, x: Tensor, y: Tensor) -> Any:
         return super().step(x * SCALE, y)
@@ -134,6 +146,7 @@ CHANGES: dict[type[Changes], str] = {
     ReplacesLayer: "the module `layers.4` changed from a `Linear` to another one",
     MovesStorage: "the address of parameter `layers.0.weight` changed",
     ChangesMomentum: "`momentum` of param group 0 changed from 0.9 to 0.5",
+    ChangesBetas: "`betas` of param group 0 changed from (0.9, 0.99) to (0.5, 0.99)",
     ChangesGlobal: "`SCALE` of `tests.test_step_changes` changed from 1.0 to 2.0",
     ChangesOwn: "`self.weight` of `Loop.step` changed from 1.0 to 2.0",
     LoadsState: "a state was loaded into the optimizer",

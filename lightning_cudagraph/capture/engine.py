@@ -282,16 +282,22 @@ class StepEngine(Generic[T]):
         self.graphs.clear_plain()
         self._carried.take_out()
         self._copies.put_back()
-        # On the side stream: autograd nodes keep the stream on which they were made, and a node of the
-        # default stream would break a later capture. Not where there will be none, and other threads,
-        # which work on the default stream, take what the step hands to them.
-        is_apart = self.given_up and self._guards.effects.hands_over
-        stream = nullcontext() if is_apart else self._backend.on_side_stream()
-        with stream, self._noting_gradients(step):
+        with self.stream_of_eager_steps(), self._noting_gradients(step):
             step.run()
         self._run.replicas.ran()
         self._captures.eager_step_ended()
         return Phase.EAGER, None
+
+    def stream_of_eager_steps(self) -> AbstractContextManager[None]:
+        """Context of an eager step: the side stream, or the default one.
+
+        Autograd nodes keep the stream on which they were made, and a node of the default stream would
+        break a later capture. Without a graph, a step may hand tensors to other threads, which work on
+        the default stream.
+        """
+        if self._guards.effects.hands_over and not self.graphs:
+            return nullcontext()
+        return self._backend.on_side_stream()
 
     def _noting_gradients(self, step: Step[T]) -> AbstractContextManager[None]:
         """Note the gradients that an eager step makes, if later steps may add to them."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from lightning_cudagraph.compat.attributes import OfThread, setting
+from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.device.refusals.first_refusal import forbid
+from lightning_cudagraph.device.refusals.forbidden_ops import GENERATOR
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 
 
@@ -44,9 +47,23 @@ class Generators:
         with _NotingMode(self._note):
             yield
 
+    def known_alone(self) -> AbstractContextManager[None]:
+        """Refuse draws from other generators of the device in the `with` block."""
+        return _NotingMode(self._refuse)
+
     def _note(self, generator: torch.Generator | None) -> None:
-        if generator is not None and generator.device.type == self._device_type:
-            self._known.setdefault(_address(generator), generator)
+        if self._is_new(generator):
+            self._known[_address(generator)] = generator
+
+    def _refuse(self, generator: torch.Generator | None) -> None:
+        if self._is_new(generator):
+            forbid(*GENERATOR, user_location())
+
+    def _is_new(self, generator: torch.Generator | None) -> TypeGuard[torch.Generator]:
+        """True for a generator of the device that is not known."""
+        if generator is None or generator.device.type != self._device_type:
+            return False
+        return not self.knows(generator)
 
     def add_on_host(self, generator: torch.Generator) -> None:
         """Add a generator of the host that a graph for another device draws from."""

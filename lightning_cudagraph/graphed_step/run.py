@@ -335,7 +335,8 @@ class StepRun:
         if self._processes is not None:
             self._processes.begin(0)  # the digest of no specialization: no process replays
             self._processes.vote(Intent.EAGER)
-        with self.backend.on_side_stream():
+        last = self._last
+        with self.backend.on_side_stream() if last is None else last.engine.stream_of_eager_steps():
             returned = self._recorder.run(arguments)
         self._replicas.ran()
         return copied(returned)

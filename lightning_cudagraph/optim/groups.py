@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -87,6 +87,8 @@ class PreparedGroup:
     def _frozen(self, name: str) -> Any:
         """The value of an option as a guard compares it: moving numbers are masked."""
         value = self.group.get(name, _DELETED)
+        if type(value) is list:  # changed in place, it would equal itself
+            value = tuple(value)
         if (name, None) in self._moving:
             return "a number that moves"
         if type(value) is tuple and self._moving:
@@ -114,11 +116,9 @@ class PreparedGroup:
         # The type first: `isinstance(_, Tensor)` is slow for all other objects.
         is_tensor = type(lr) is not float and isinstance(lr, Tensor)
         lr_address = lr.data_ptr() if is_tensor else None
-        options = (
-            map(self._frozen, self._names)
-            if self._moving or self._form.inspected
-            else map(group.get, self._names, repeat(_DELETED))
-        )
+        options: Sequence[Any] = [*map(group.get, self._names, repeat(_DELETED))]
+        if self._moving or self._form.inspected or list in map(type, options):
+            options = [*map(self._frozen, self._names)]
         return (*options, lr_address, id(parameters), len(parameters))
 
     def swap_in(self, traced: TracedStep | None) -> bool:

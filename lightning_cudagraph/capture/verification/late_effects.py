@@ -83,14 +83,17 @@ class LateEffects:
             StaleGraphError: in one process, for an effect. It has not happened, or it is undone.
         """
         is_first, self._is_done = not self._is_done, True
+        run = self._engine.run
+        # No check puts back a generator that it does not know.
+        generators = run.backend.generators.known_alone()
         if not is_first and not self._gathered.findings:
-            with rehearsing():
+            with stale_if_refused(since), rehearsing(), generators:
                 yield
             return
-        run = self._engine.run
         writes = UnknownWrites(run.backend.device.type, state.values())
         with stale_if_refused(since), ExitStack() as stack:
             stack.enter_context(rehearsing())
+            stack.enter_context(generators)
             if not self._is_alone:
                 stack.enter_context(gathering(self._gathered))
             guards = self._engine.guards
