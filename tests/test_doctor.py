@@ -309,6 +309,7 @@ def test_several_refusals_of_a_trainer_come_together(accelerator: str) -> None:
     report = CUDAGraphCallback().check(make(Net), loader(), trainer)
     assert [finding.location for finding in report.findings] == [None]
     assert "anomaly" in report.findings[0].what
+    assert "The search ended early, behind this: `Trainer(detect_anomaly=True)`" in str(report)
 
 
 def test_a_run_without_graphs_is_not_called_captured(accelerator: str) -> None:

@@ -399,7 +399,10 @@ def effect_error(change: Moved, where: Location | None) -> CaptureError:
         )
         recipe = "kept_tensors"
     elif _is_resized(change):
-        remedy = f"Keep one size from the first step on: {_LAST}."
+        remedy = (
+            "Keep one size: by `DataLoader(drop_last=True)`, if it is that of the batch; else, from the"
+            f" first step on, {_LAST}."
+        )
         recipe = "kept_tensors"
     elif _is_returnable(change, where):
         remedy = (

@@ -82,7 +82,8 @@ def _examine(
             _fit(trainer, saved, callback, module, batches, _STEPS)
         except UnsupportedError as error:
             found = error.findings
-            ended = error.search_ended_by
+            is_of_setting = not callback.summary.fit.warmed_up  # it was raised before the first step
+            ended = error.reason if is_of_setting else error.search_ended_by
     fit = callback.summary.fit
     estimate = meter.estimate(fit.replay_ms, fit.memory_bytes)
     others = [*not_called, *saved.notes]
