@@ -217,7 +217,7 @@ def test_a_value_that_is_read_and_differs_in_each(
     assert graph.counts.replayed < BATCHES
     assert f"`{path}`" in graph.counts.remedy
     is_number = path == "batch['weight']"
-    assert ("(of float64 for the bits of a Python number" in graph.counts.remedy) == is_number
+    assert ("of float64: use it as it is beside tensors" in graph.counts.remedy) == is_number
 
 
 @pytest.mark.spread

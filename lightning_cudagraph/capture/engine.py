@@ -292,10 +292,10 @@ class StepEngine(Generic[T]):
         """Context of an eager step: the side stream, or the default one.
 
         Autograd nodes keep the stream on which they were made, and a node of the default stream would
-        break a later capture. Without a graph, a step may hand tensors to other threads, which work on
-        the default stream.
+        break a later capture. Where there will be none, other threads, which work on the default
+        stream, may take what the step hands to them.
         """
-        if self._guards.effects.hands_over and not self.graphs:
+        if self.given_up and self._guards.effects.hands_over:
             return nullcontext()
         return self._backend.on_side_stream()
 
