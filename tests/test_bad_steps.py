@@ -960,7 +960,7 @@ REMEDIES: dict[type[Net], str] = {
     ChoosesFurtherDown: "Compute both, and choose with `torch.where`",
     KeepsFurtherDown: "Return the tensor from the step.*`on_train_batch_end`",
     CutsByChanceInAFunction: "Move an augmentation.*to `on_after_batch_transfer`",
-    Grows: "changes `bank`.*Keep one size: by `DataLoader(drop_last=True)`.*docs/recipes/kept_tensors.md",
+    Grows: "changes `bank`.*Keep one size: by `DataLoader(drop_last=True)`.*recipes/kept_tensors.md",
     KeepsLosses: "changes `losses`.*To keep what the step computes, return it.*"
     "If later steps read it: the last one",
     SetsTheRate: "changes `param_groups[0]['lr']` of the.*Set it in `on_train_batch_start`, or let a",
