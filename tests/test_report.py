@@ -52,7 +52,7 @@ lightning_cudagraph: 200 of 203 steps replayed (98.5%); CUDA graphs
   fit       3 warmed up, 200 replayed, 0 eager; captured 1 time(s) in 600 ms, 1.0 MiB taken
             2 replay(s) verified against eager steps
   graph     forward 0.619 ms, backward 1.418 ms, clipping 0.030 ms, optimizer 0.120 ms, copy 0.010 ms
-  gap       between two steps, beside the copy of the batch, 0.010 of 2.207 ms (0%)
+  gap       between two steps, beside the copy of the batch, median 0.010 of 2.207 ms (0%)
   charts    tensorboard --logdir 'runs/a'
   note      something
   slowest layers, median of 1 timed step (containers include their members)
@@ -115,7 +115,7 @@ def test_a_gap_that_counts_is_explained() -> None:
     summary = WindowSummary(gpt_readings(n=1, noise=0.0, gap_ms=4.4))
     text = report(replayed(), summary)
     assert (
-        "beside the copy of the batch, 2.200 of 6.587 ms (33%): the device waits for loggers, hooks or"
+        "beside the copy of the batch, median 2.200 of 6.587 ms (33%): the device waits for loggers, hooks or"
         " the dataloader, or works for them"
     ) in text
 

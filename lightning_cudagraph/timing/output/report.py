@@ -162,7 +162,7 @@ def _gap_line(summary: WindowSummary, event_host_us: float, is_emulated: bool) -
     if gap is None or period is None or period.p50_ms <= 0:
         return []
     text = (
-        f"  gap       between two steps, beside the copy of the batch, {gap.p50_ms:.3f} of"
+        f"  gap       between two steps, beside the copy of the batch, median {gap.p50_ms:.3f} of"
         f" {period.p50_ms:.3f} ms ({gap.share:.0%})"
     )
     waited = summary.waited
