@@ -115,8 +115,8 @@ def test_a_gap_that_counts_is_explained() -> None:
     summary = WindowSummary(gpt_readings(n=1, noise=0.0, gap_ms=4.4))
     text = report(replayed(), summary)
     assert (
-        "beside the copy of the batch, median 2.200 of 6.587 ms (33%): the device waits for loggers, hooks or"
-        " the dataloader, or works for them"
+        "beside the copy of the batch, median 2.200 of 6.587 ms (33%): the device waits for loggers,"
+        " hooks or the dataloader, or works for them"
     ) in text
 
 
