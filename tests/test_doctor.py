@@ -318,12 +318,22 @@ def test_a_run_without_graphs_is_not_called_captured(accelerator: str) -> None:
     assert "nothing was found, and nothing was captured" in str(report)
 
 
-@pytest.mark.parametrize("args", [["script_without_a_function"], ["a:b", "c:d"]])
-def test_the_command_shows_its_usage(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("args", "wrong"),
+    [
+        (["script"], "`script` names no function: `script:make`, say."),
+        (["a:b", "c:d"], "Examined is one function: `a:make`, say."),
+    ],
+)
+def test_the_command_shows_its_usage(
+    capsys: pytest.CaptureFixture[str], args: list[str], wrong: str
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", *args])
     assert ended.value.code == 2
-    assert "doctor" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "usage: lightning-cudagraph doctor" in told
+    assert wrong in told
 
 
 @pytest.mark.long

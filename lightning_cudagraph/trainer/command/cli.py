@@ -96,7 +96,8 @@ def _doctor(args: list[str]) -> int:
         _show(_USAGE)
         return 0 if args else 2
     if not args[0].startswith("-") and (len(args) > 1 or ":" not in args[0]):
-        print(_USAGE, file=sys.stderr)
+        wrong = "Examined is one function" if len(args) > 1 else f"`{args[0]}` names no function"
+        print(f"{_USAGE}\n\n{wrong}: `{args[0].partition(':')[0]}:make`, say.", file=sys.stderr)
         return 2
     remedy = "Make module, data and trainer without the doctor, and mend what is raised there."
     try:
