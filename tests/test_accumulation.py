@@ -68,6 +68,7 @@ def test_validation_in_the_middle_of_a_window(tmp_path: Path, accelerator: str, 
     assert graph.counts.replayed >= 20
 
 
+@pytest.mark.long
 def test_a_window_that_changes(tmp_path: Path, accelerator: str) -> None:
     kwargs: dict[str, Any] = {"accelerator": accelerator, "max_epochs": 6}
     schedule = {0: 1, 2: 3}

@@ -164,6 +164,7 @@ class OnADevice(Distilled):
             return super().taught(x)
 
 
+@pytest.mark.long
 def test_a_function_mode_of_the_users(tmp_path: Path, accelerator: str) -> None:
     plain = _fit(OnADevice, tmp_path / "plain", accelerator)
     graph = _fit(OnADevice, tmp_path / "graph", accelerator, CUDAGraphCallback())

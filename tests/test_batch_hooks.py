@@ -235,6 +235,7 @@ class Data(pl.LightningDataModule):
         return batch
 
 
+@pytest.mark.long
 def test_a_data_module(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data: list[Data] = []
 

@@ -235,6 +235,7 @@ class TakesTheSign(Net):
 
 
 # Lightning has no batch size for a number.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous:UserWarning")
 def test_the_sign_of_a_zero(tmp_path: Path, accelerator: str) -> None:
     runs = [

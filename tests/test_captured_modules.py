@@ -679,6 +679,7 @@ class Backwards(nn.Module):
         return found
 
 
+@pytest.mark.long
 def test_what_a_backward_pass_reads_on_the_host(tmp_path: Path, accelerator: str) -> None:
     run = runs(tmp_path, Between, ["lasts", "moves"], accelerator, max_epochs=4)
     assert run.counts.captures >= 2
@@ -1013,6 +1014,7 @@ EAGER = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_calls_in_which_no_replay_would_do_are_eager(tmp_path: Path, accelerator: str) -> None:
     run = runs(tmp_path, Transformed, [*EAGER, "inner", "head"], accelerator, on_unsupported="eager")

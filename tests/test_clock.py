@@ -322,6 +322,7 @@ def test_an_exception_in_a_timed_step_of_the_warm_up(
     assert "configure_gradient_clipping" not in vars(trace.module)
 
 
+@pytest.mark.long
 def test_the_report_says_that_the_host_is_the_bottleneck(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

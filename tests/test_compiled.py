@@ -230,6 +230,7 @@ def test_a_ragged_batch_is_compiled_beside_the_graph(tmp_path: Path, accelerator
     assert graph.counts.replayed == 18
 
 
+@pytest.mark.long
 def test_nothing_is_compiled_in_the_capture(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +273,7 @@ def test_a_compiled_lightning_module(tmp_path: Path, accelerator: str) -> None:
     assert "not timed: layers: the step is compiled as a whole" in str(callback.summary)
 
 
+@pytest.mark.long
 def test_compile_is_one_word(tmp_path: Path, accelerator: str) -> None:
     """With this backend compiled steps have the numbers of others; so that both runs are one."""
     before = {name: vars(pl.LightningModule)[name] for name in ("log", "log_dict")}

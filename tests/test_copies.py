@@ -388,6 +388,7 @@ def test_a_copy_that_is_trained_on_its_own(tmp_path: Path, accelerator: str) -> 
     assert differences(graph.module.state_dict(), done.graph.final["weights"])
 
 
+@pytest.mark.long
 def test_after_the_run(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator)
     for trace in (done.plain, done.graph):

@@ -234,6 +234,7 @@ PUBLISHED: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], Callba
 }
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.filterwarnings("ignore:You (passed in|defined) a `val")
 @pytest.mark.parametrize("name", PUBLISHED)

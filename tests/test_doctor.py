@@ -419,6 +419,7 @@ class OfEpochs(Net):
         return loss * 2 if self.current_epoch >= 1 else loss
 
 
+@pytest.mark.long
 def test_a_new_epoch_is_a_note_and_a_path_of_the_warm_up_too(accelerator: str) -> None:
     report = CUDAGraphCallback().check(make(OfEpochs), loader(ragged=False), _trainer(accelerator))
     assert report.is_captured, report
@@ -505,6 +506,7 @@ class LogsWhatItReads(Net):
         self.optimizers().param_groups[0]["lr"] *= 0.9
 
 
+@pytest.mark.long
 def test_a_number_that_is_read_and_logged_is_one_finding(accelerator: str) -> None:
     report = CUDAGraphCallback().check(make(LogsWhatItReads), loader(), _trainer(accelerator))
     source = enumerate(HERE.read_text().splitlines(), start=1)
@@ -809,6 +811,7 @@ def test_manual_optimization(accelerator: str) -> None:
     assert report.estimate is None
 
 
+@pytest.mark.long
 def test_a_path_that_was_not_examined_is_told(accelerator: str) -> None:
     class Shows(GAN):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -375,6 +375,7 @@ class MovesWeights(Evaluated):
                 self.features[0] = nn.Linear(12, 24).to(self.device)
 
 
+@pytest.mark.long
 def test_weights_that_move(tmp_path: Path, accelerator: str) -> None:
     """Written in place, they are read where they are; elsewhere, the graph is captured anew."""
     done = row(
@@ -607,6 +608,7 @@ class Backward(Evaluated):
             self(batch[0]).sum().backward()
 
 
+@pytest.mark.long
 def test_gradients_inside(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, Forces, ours=evaluating, inference_mode=False, max_epochs=4)
     assert evaluation_of(done.graph).replayed > 4
@@ -686,6 +688,7 @@ def test_effects_of_one_signature(tmp_path: Path, accelerator: str) -> None:
         session.run("validate", batches)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:lightning_cudagraph. all steps eager", "ignore:You have turned on")
 def test_training_without_a_graph(tmp_path: Path, accelerator: str) -> None:
     done = row(

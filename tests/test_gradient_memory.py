@@ -283,6 +283,7 @@ def test_reasons(tmp_path: Path, accelerator: str, cls: type[Net], reason: str) 
     assert re.search(reason, str(callback.summary)), callback.summary
 
 
+@pytest.mark.long
 def test_replaced_gradients_have_a_remedy(tmp_path: Path, accelerator: str) -> None:
     callback = CUDAGraphCallback()
     train(make(Replaces), tmp_path, callback, accelerator=accelerator, max_epochs=4)

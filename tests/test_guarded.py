@@ -728,6 +728,7 @@ class Restless(Changing):
         nn.Linear(1, 1).register_forward_hook(print)
 
 
+@pytest.mark.long
 def test_what_stays_the_same_is_left_alone(tmp_path: Path, accelerator: str) -> None:
     plain, graph = _pair(Restless, tmp_path, accelerator)
     assert_same(plain, graph)
@@ -909,6 +910,7 @@ class OwnRate(torch.optim.SGD):
         return loss
 
 
+@pytest.mark.long
 def test_hooks_that_collect_in_validation(tmp_path: Path, accelerator: str) -> None:
     runs = []
     for callback in (None, CUDAGraphCallback()):

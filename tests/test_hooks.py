@@ -661,6 +661,7 @@ def _counts(self: Any, *args: Any, **kwargs: Any) -> None:
         self.head.bias.grad = None
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("work", [_logs_norms, _counts])

@@ -129,6 +129,7 @@ class Asks(Net):
         return loss * 2 if bool((torch.ones(4, device=self.device) > 0).all()) else loss
 
 
+@pytest.mark.long
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", [Encoder, Compared, FromTheHost, NotCausal])
 def test_known(tmp_path: Path, accelerator: str, cls: type[Encoder]) -> None:

@@ -70,6 +70,7 @@ def test_mixed_precision(tmp_path: Path, accelerator: str, precision: Any) -> No
     assert ("~step_ms/scaler" in tags) == (precision == "16-mixed")
 
 
+@pytest.mark.long
 @pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_steps_and_the_tags_of_a_run_with_graphs(

@@ -979,6 +979,7 @@ PUT_OFF = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("cls", PUT_OFF, ids=lambda cls: cls.__name__)
 def test_the_state_of_a_metric_that_is_put_off_is_not_read(

@@ -478,6 +478,7 @@ class CountsForItself(Net):
         self.last_outputs = outputs
 
 
+@pytest.mark.long
 def test_what_the_step_does_not_mention_may_change(tmp_path: Path, accelerator: str) -> None:
     plain = train(make(CountsForItself), tmp_path / "plain", accelerator=accelerator)
     callback = CUDAGraphCallback()

@@ -292,6 +292,7 @@ class Halves(Own):
                     parameter.grad.mul_(0.5)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("cls", [ZeroesItsOwnWay, Halves])
 def test_an_optimizer_with_a_zero_grad_of_its_own(
@@ -332,7 +333,10 @@ def _longer(cls: type[Net], folder: Path, accelerator: str, callback: Any = None
     )
 
 
-@pytest.mark.parametrize("options", [{"verify": None}, {"on_unsupported": "eager"}, {}])
+_OPTIONS: list[dict[str, Any]] = [{"verify": None}, {"on_unsupported": "eager"}]
+
+
+@pytest.mark.parametrize("options", [{}, *(pytest.param(o, marks=pytest.mark.long) for o in _OPTIONS)])
 @pytest.mark.parametrize("cls", [DropsNothing, DropsNothingEarly])
 def test_a_zero_grad_that_is_replaced_in_a_run(
     tmp_path: Path, accelerator: str, cls: Any, options: dict[str, Any]
@@ -438,6 +442,7 @@ class KeepsInPauses(Callback):
         self.kept += [p.grad for p in pl_module.parameters() if p.grad is not None]
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("name", ["on_train_epoch_end", "on_save_checkpoint"])
 def test_gradients_that_are_kept_in_pauses(tmp_path: Path, accelerator: str, name: str) -> None:

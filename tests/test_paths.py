@@ -234,6 +234,7 @@ class Gains(Callback):
             module.gain = 0.5
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_change_that_the_next_step_does_not_read(

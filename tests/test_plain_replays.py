@@ -506,6 +506,7 @@ def test_a_callback_that_is_added_in_mid_epoch(
     assert not differences(plain.seen, graph.seen)
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("how", ["a new list", "in the place of another"])
 def test_the_callbacks_are_others_in_mid_epoch(
@@ -650,6 +651,7 @@ def test_lightnings_own_loop_with_another_lightning(
     assert runs.traces[1].counts.replayed > 20
 
 
+@pytest.mark.long
 def test_a_module_with_a_hook_that_keeps_a_tensor(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,7 +182,9 @@ class PPO(pl.LightningModule):
         return DataLoader(Experience(self.generate), batch_size=BATCH_SIZE)
 
 
-@pytest.mark.parametrize("actor", [ActorCategorical, ActorContinuous])
+@pytest.mark.parametrize(
+    "actor", [ActorCategorical, pytest.param(ActorContinuous, marks=pytest.mark.long)]
+)
 def test_ppo(tmp_path: Path, accelerator: str, actor: Callable[[], nn.Module]) -> None:
     """200 steps: equal in weights, optimizer states, counters, logs and random state."""
 

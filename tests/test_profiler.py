@@ -874,6 +874,7 @@ def test_a_step_of_the_callback(tmp_path: Path, accelerator: str, reports: Repor
     assert sorted(eager) == sorted(replayed)
 
 
+@pytest.mark.long
 def test_a_report_that_fails_ends_the_fit_and_nothing_else(tmp_path: Path, accelerator: str) -> None:
     seen = []
 

@@ -330,6 +330,7 @@ def test_names_in_batches(tmp_path: Path, accelerator: str) -> None:
     assert run.counts.replayed > 2 * BATCHES
 
 
+@pytest.mark.long
 def test_the_report_names_the_value(tmp_path: Path, accelerator: str) -> None:
     run = both(tmp_path, accelerator, lambda: InPhases(STRINGS, each_step))
     (reason,) = run.counts.eager

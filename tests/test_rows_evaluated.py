@@ -68,6 +68,7 @@ SETTINGS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", SETTINGS)

@@ -295,6 +295,7 @@ def test_a_callback_before_the_optimizers_step(tmp_path: Path, accelerator: str)
     assert graph.counts.replayed == 18
 
 
+@pytest.mark.long
 def test_another_optimizer_in_the_middle_of_a_run(tmp_path: Path, accelerator: str) -> None:
     class Switches(Net):
         def on_train_epoch_start(self) -> None:

@@ -238,6 +238,7 @@ class Changes(Reader):
         self.scale = 1.0 + self.current_epoch
 
 
+@pytest.mark.long
 def test_a_changed_number_invalidates_all(tmp_path: Path, accelerator: str) -> None:
     run = both(tmp_path, accelerator, [5, 9, 7] * 6, build=Changes)
     assert run.counts.captures == 6

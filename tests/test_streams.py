@@ -162,6 +162,7 @@ class _PerSample(Branched):
         return loss + 0.1 * sum(gradient.square().mean() for gradient in gradients.values())
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("streams", [1, 4])
 @pytest.mark.parametrize("cls", [_Checkpointed, _Penalised, _PerSample])

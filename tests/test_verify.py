@@ -121,6 +121,7 @@ def test_without_verification_it_would_train_wrong(tmp_path: Path, accelerator: 
     assert differences(plain.final["weights"], graph.final["weights"])
 
 
+@pytest.mark.long
 def test_a_late_change_is_caught_by_the_cautious(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -547,6 +548,7 @@ class _OddOutputs(Net):
         }
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_outputs_that_cannot_be_compared(tmp_path: Path) -> None:
     callback = CUDAGraphCallback(verify=Verification(every_n_steps=1))

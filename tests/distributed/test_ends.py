@@ -25,6 +25,7 @@ IN_A_CAPTURE = ("an_error_in_a_capture_on_rank_1", "an_error_in_a_capture_on_ran
 long = pytest.mark.long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -62,6 +63,7 @@ def test_a_failed_check_of_one_process_ends_all(tmp_path: Path, accelerator: str
     assert "rank 1: CheckError: In replay" in ended[0].cases[case] + ended[0].said, told(ended)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=long), 1])
 def test_an_error_before_training_in_one_process_ends_all(
     tmp_path: Path, accelerator: str, rank: int

@@ -84,7 +84,7 @@ SIGNALS_LONG = (
     "cases",
     [
         pytest.param(SAME, id="same numbers"),
-        pytest.param(SIGNALS, id="signals"),
+        pytest.param(SIGNALS, id="signals", marks=pytest.mark.long),
         pytest.param((*SAME_LONG, *SIGNALS_LONG), id="more", marks=pytest.mark.long),
     ],
 )
@@ -98,7 +98,7 @@ def test_processes_train_as_without_the_callback(
     "cases",
     [
         pytest.param(AGREED, id="agreed"),
-        pytest.param(DIFFERENT, id="different from the start"),
+        pytest.param(DIFFERENT, id="different from the start", marks=pytest.mark.long),
         pytest.param((*AGREED_LONG, *DIFFERENT_LONG), id="more", marks=pytest.mark.long),
     ],
 )
