@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph import CUDAGraphCallback, VerificationError
+from lightning_cudagraph import CUDAGraphCallback, UnsupportedError, Verification, VerificationError
 from lightning_cudagraph.capture.steps import Step
-from lightning_cudagraph.trainer.training.hooks.inner_hooks import InnerHooks
+from lightning_cudagraph.trainer.training.captured_step import recording
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.optimizers import Own
 
@@ -282,27 +282,12 @@ class ZeroesItsOwnWay(Own):
         super().zero_grad(set_to_none=False)
 
 
-class Halves(Own):
-    """Keeps a part of the gradients of the step before."""
+def test_an_optimizer_with_a_zero_grad_of_its_own(tmp_path: Path, accelerator: str) -> None:
+    def build() -> Net:
+        return Net(ZeroesItsOwnWay)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.5)
-
-
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("cls", [ZeroesItsOwnWay, Halves])
-def test_an_optimizer_with_a_zero_grad_of_its_own(
-    tmp_path: Path, accelerator: str, cls: Any, window: int
-) -> None:
-    kwargs: dict[str, Any] = {"accelerator": accelerator, "accumulate_grad_batches": window}
-    plain = train(make(lambda: Net(cls)), tmp_path / "plain", **kwargs)
-    graph = train(make(lambda: Net(cls)), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
-    assert_same(plain, graph)
-    assert graph.counts.replayed > 8
+    with pytest.raises(UnsupportedError, match=r"(?s)`.*ZeroesItsOwnWay` has a `zero_grad` of its own"):
+        train(make(build), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
 
 
 def _drop_nothing(set_to_none: bool = True) -> None:
@@ -312,49 +297,35 @@ def _drop_nothing(set_to_none: bool = True) -> None:
 class DropsNothing(Net):
     """From one step on, and not in the next epoch."""
 
-    at = 7
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.current_epoch == 0 and batch_idx == self.at:
+        if self.trainer.current_epoch == 0 and batch_idx == 7:
             self.trainer.optimizers[0].zero_grad = _drop_nothing
 
     def on_train_epoch_end(self) -> None:
         vars(self.trainer.optimizers[0]).pop("zero_grad", None)
 
 
-class DropsNothingEarly(DropsNothing):
-    at = 0
-
-
-def _longer(cls: type[Net], folder: Path, accelerator: str, callback: Any = None) -> Trace:
-    batches = loader(batches=16)
-    return train(
-        make(cls), folder, callback, accelerator=accelerator, train_loader=batches, watched=False
-    )
-
-
-_OPTIONS: list[dict[str, Any]] = [{"verify": None}, {"on_unsupported": "eager"}]
-
-
-@pytest.mark.parametrize("options", [{}, *(pytest.param(o, marks=pytest.mark.long) for o in _OPTIONS)])
-@pytest.mark.parametrize("cls", [DropsNothing, DropsNothingEarly])
-def test_a_zero_grad_that_is_replaced_in_a_run(
-    tmp_path: Path, accelerator: str, cls: Any, options: dict[str, Any]
-) -> None:
-    plain = _longer(cls, tmp_path / "plain", accelerator)
-    graph = _longer(cls, tmp_path / "graph", accelerator, CUDAGraphCallback(**options))
+@pytest.mark.parametrize("verify", [None, Verification()])
+def test_a_zero_grad_that_is_replaced_in_a_run(tmp_path: Path, accelerator: str, verify: Any) -> None:
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "watched": False}
+    kwargs["train_loader"] = loader(batches=16)
+    plain = train(make(DropsNothing), tmp_path / "plain", **kwargs)
+    callback = CUDAGraphCallback(verify=verify)
+    graph = train(make(DropsNothing), tmp_path / "graph", callback, **kwargs)
     assert not differences(plain.final, graph.final)
-    assert graph.counts.replayed > 24
+    assert graph.counts.replayed
+    assert any("has a `zero_grad` of its own" in reason for reason in graph.counts.eager)
 
 
-def test_control_without_a_look_at_what_is_left(
+def test_control_without_a_look_at_zero_grad(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = _longer(DropsNothing, tmp_path / "plain", accelerator)
-    monkeypatch.setattr(InnerHooks, "watch", lambda *args: None)
-    monkeypatch.setattr(InnerHooks, "is_settled", lambda hooks: True)
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "watched": False}
+    kwargs["train_loader"] = loader(batches=16)
+    plain = train(make(DropsNothing), tmp_path / "plain", **kwargs)
+    monkeypatch.setattr(recording, "refuse_own_zero_grad", lambda optimizer: None)
     callback = CUDAGraphCallback(verify=None)
-    graph = _longer(DropsNothing, tmp_path / "graph", accelerator, callback)
+    graph = train(make(DropsNothing), tmp_path / "graph", callback, **kwargs)
     assert differences(plain.final["weights"], graph.final["weights"])
 
 

@@ -169,11 +169,6 @@ class Step(Generic[T], ABC):
         return False
 
     @property
-    def lacks_gradients(self) -> bool:
-        """True if gradients that such steps add to were dropped before this one alone."""
-        return False
-
-    @property
     def are_added_to(self) -> bool:
         """False if no later step adds to the gradients that this one makes."""
         return True

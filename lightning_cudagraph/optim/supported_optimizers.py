@@ -90,6 +90,17 @@ def is_of_torch(optimizer: Optimizer) -> bool:
     return bool(_known(optimizer, dict.fromkeys(_classes_of_torch(optimizer), True)))
 
 
+def refuse_own_zero_grad(optimizer: Optimizer) -> None:
+    """Refuse a `zero_grad` that is not torch's: it may read gradients, and leave some of them."""
+    is_torchs = _code(type(optimizer), "zero_grad") is _code(Optimizer, "zero_grad")
+    if not is_torchs or "zero_grad" in vars(optimizer):
+        raise UnsupportedError(
+            f"`{_name(optimizer)}` has a `zero_grad` of its own; a graph makes new gradients in each"
+            " step.",
+            "Leave it out.",
+        )
+
+
 def form_of(optimizer: Optimizer) -> Form:
     """The form in which an optimizer is captured; if there is none, it is refused."""
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -97,6 +108,7 @@ def form_of(optimizer: Optimizer) -> Form:
             "The optimizer is a `SparseAdam`, for gradients whose size depends on values.",
             "Use dense embeddings with `Adam`.",
         )
+    refuse_own_zero_grad(optimizer)
     refuse_step_hooks(optimizer)
     reason: str | None = _known(optimizer, _EAGER)
     if reason is not None:

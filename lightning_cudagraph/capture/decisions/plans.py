@@ -111,7 +111,7 @@ class Plans(Generic[T]):
         else:
             left = self._warm_ups.left(signature, step.accumulation)
             are_settled = left == 0 and self._run.replicas.is_settled() and self._is_settled()
-            if not are_settled or step.lacks_gradients or self._graphs.maker(step) is NOT_YET:
+            if not are_settled or self._graphs.maker(step) is NOT_YET:
                 return Intent.WARM_UP, "", signature, None
             if self._invalidation.drops_before_capture():
                 return Intent.WARM_UP, "", signature, None

@@ -7,13 +7,18 @@ tensor the gradient that the capture has made.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from inspect import unwrap
+from types import CodeType
 from typing import Any, TypeVar
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
+from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid, refuse
 from lightning_cudagraph.device.sentry.own_modes import InputsMode, OwnFunctionMode
@@ -23,6 +28,11 @@ from lightning_cudagraph.tensors.writes import has_memory, storage_id
 
 T = TypeVar("T")
 _READ = Tensor.grad.__get__  # type: ignore[union-attr]
+# They drop or move gradients, and take no value of them.
+_DROP = tuple(
+    unwrap(function).__code__
+    for function in (nn.Module.zero_grad, nn.Module._apply, torch.optim.Optimizer.zero_grad)
+)
 _KEEP_IT = (
     "Write what you need of it into a registered buffer in `on_before_optimizer_step`"
     " (`self.norm.copy_(...)`), and read the buffer."
@@ -119,6 +129,14 @@ class LostGradients:
                 yield leaf, before
 
 
+def _caller() -> CodeType:
+    """The code that has come to a function mode."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(PACKAGE_DIR) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code
+
+
 def _version(gradient: Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
 
@@ -133,7 +151,7 @@ class _Reads(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func == _READ:
+        if func == _READ and _caller() not in _DROP:
             self._gradients.refuse_read(args[0])
         return func(*args, **kwargs)
 

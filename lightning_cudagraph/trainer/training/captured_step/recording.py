@@ -22,6 +22,7 @@ from lightning_cudagraph.device.refusals.first_refusal import going_on
 from lightning_cudagraph.device.refusals.host_reads import SKIP
 from lightning_cudagraph.device.sentry.compiled import recompilation
 from lightning_cudagraph.errors import CaptureError, HookError, UnsupportedError
+from lightning_cudagraph.optim.supported_optimizers import refuse_own_zero_grad
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, as_output, names_a_class
 from lightning_cudagraph.tensors.local import is_around_another
@@ -55,9 +56,7 @@ class Recorder:
         self._logs = run.logs
         self._harmless = run.settings.harmless
         self._untimed: dict[str, str] | None = None  # until a timed step was captured
-        # Parameters with a gradient before the last warm-up step, and after it.
-        self.found_gradients: frozenset[int] = frozenset()
-        self.left_gradients: frozenset[int] = frozenset()
+        self.with_gradients: set[int] = set()  # parameters, at the end of a warm-up step
 
     def record(
         self,
@@ -82,6 +81,9 @@ class Recorder:
                 check_optimizer_part(self._trainer)  # callbacks may have been added since
         optimizer = body.optimizer.optimizer if body.has_optimizer else None
         called = (self._trainer.strategy, self._trainer.precision_plugin)
+        if capturing and "zero_grad" not in self._harmless:
+            with going_on():
+                refuse_own_zero_grad(body.optimizer.optimizer)
         with going_on():
             refuse_replaced_methods(self._module, optimizer, self._harmless, callees=called)
         marks: StepMarks | None = None
@@ -192,7 +194,7 @@ class Recorder:
             return None
         part = self._run.part
         makes, _ = part.parameters(closure.drops_gradients and not self._hooks.leave_gradients)
-        dropped = [parameter for parameter in makes if id(parameter) in self.left_gradients]
+        dropped = [parameter for parameter in makes if id(parameter) in self.with_gradients]
         return LostGradients(self._module, part.optimizer.parameters, dropped, batch)
 
     @property

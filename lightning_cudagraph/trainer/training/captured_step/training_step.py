@@ -137,14 +137,10 @@ class TrainingStep(Step[StepOutputs]):
     def learning(self) -> Iterator[None]:
         training = self.training
         detach_recomputed(training.module)  # first, because the watch of effects keeps references
-        self.recorder.found_gradients = self._with_gradients()
         with training.hooks.learning(), training.learning():
             yield
-        self.recorder.left_gradients = self._with_gradients()
-
-    def _with_gradients(self) -> frozenset[int]:
-        parameters = self.training.module.parameters()
-        return frozenset(id(p) for p in parameters if p.grad is not None)
+        parameters = training.module.parameters()
+        self.recorder.with_gradients |= {id(p) for p in parameters if p.grad is not None}
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         return self.training.part.parameters(self._makes_gradients())
@@ -157,13 +153,6 @@ class TrainingStep(Step[StepOutputs]):
         training = self.training
         is_eager = training.part.eager_reason is not None
         return is_eager or not gradients_unseen(training.trainer, training.module)
-
-    @property
-    def lacks_gradients(self) -> bool:
-        # Lightning drops all of them before a validation.
-        found, parameters = self.recorder.found_gradients, self.training.module.parameters()
-        leave = self.training.hooks.leave_gradients
-        return leave and any(id(p) in found and p.grad is None for p in parameters)
 
     @property
     def in_window(self) -> bool:

@@ -79,8 +79,8 @@ class InnerHooks:
     """The user hooks inside the steps of one run.
 
     Attributes:
-        leave_gradients: True if `zero_grad`, or those around it, leave gradients (`set_to_none=False`),
-            to which the backward pass then adds.
+        leave_gradients: True if those around `zero_grad` leave gradients (`set_to_none=False`), to which
+            the backward pass then adds.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class InnerHooks:
         self._trainer = trainer
         self._module = module
         self._steps_eagerly = steps_eagerly  # the optimizer steps eagerly after the replay
-        self._zeroed = 0  # warm-up steps with a `zero_grad`
+        self._zeroed = 0  # steps in which user hooks ran around `zero_grad`
         self.leave_gradients = False
         self._differentiates = ""
 
@@ -127,9 +127,9 @@ class InnerHooks:
         )
 
     def watch(self, closure: GraphClosure, optimizer: Optimizer) -> None:
-        """Learn in a step if `zero_grad` leaves gradients: hooks around it, or another in its place."""
+        """Learn in a step if the hooks around `zero_grad` leave gradients."""
         plain = closure._zero_grad_fn
-        if plain is None:
+        if plain is None or not self.around_zero_grad():
             return
 
         def zero_grad() -> None:
@@ -141,8 +141,8 @@ class InnerHooks:
         closure._zero_grad_fn = zero_grad
 
     def is_settled(self) -> bool:
-        """True once it is known if gradients are left: the first step has none to leave."""
-        return self._zeroed > 1
+        """True once it is known if they leave gradients: the first step has none to leave."""
+        return self._zeroed > 1 or not self.around_zero_grad()
 
     @contextmanager
     def learning(self) -> Iterator[None]:
