@@ -28,11 +28,11 @@ from lightning_cudagraph.tensors.writes import has_memory, storage_id
 
 T = TypeVar("T")
 _READ = Tensor.grad.__get__  # type: ignore[union-attr]
-# They drop or move gradients, and take no value of them.
-_DROP = tuple(
-    unwrap(function).__code__
-    for function in (nn.Module.zero_grad, nn.Module._apply, torch.optim.Optimizer.zero_grad)
-)
+# Files of torch whose code drops or moves gradients (`zero_grad`, `to`), and takes no value of them.
+_DROP = {
+    unwrap(function).__code__.co_filename
+    for function in (nn.Module.zero_grad, torch.optim.Optimizer.zero_grad)
+}
 _KEEP_IT = (
     "Write what you need of it into a registered buffer in `on_before_optimizer_step`"
     " (`self.norm.copy_(...)`), and read the buffer."
@@ -151,7 +151,7 @@ class _Reads(OwnFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func == _READ and _caller() not in _DROP:
+        if func == _READ and _caller().co_filename not in _DROP:
             self._gradients.refuse_read(args[0])
         return func(*args, **kwargs)
 
