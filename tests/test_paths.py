@@ -205,6 +205,7 @@ class ReadsWhatIsKept(Branching):
             self.seen += [self.kept, self.kept.clone()]
 
 
+@pytest.mark.long
 def test_a_path_that_reads_what_another_has_kept(tmp_path: Path, accelerator: str) -> None:
     """No replay overwrites it, also where a hook keeps it beyond that."""
     plain, graph = (
@@ -256,6 +257,7 @@ def test_a_change_that_the_next_step_does_not_read(
     assert "`gain` of the `Branching` changed from 1.0 to 0.5" in reason
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("window", [2, 3])
 def test_windows(tmp_path: Path, accelerator: str, window: int) -> None:

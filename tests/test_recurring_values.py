@@ -289,6 +289,7 @@ class TurnsInTheMiddle(Callback):
             pl_module.phase = "second" if pl_module.phase == "first" else "first"
 
 
+@pytest.mark.long
 def test_a_change_in_the_middle_of_a_step(tmp_path: Path, accelerator: str) -> None:
     """The rest of the graph is for the value that the step began with."""
     module = make(lambda: InPhases(STRINGS, each_step))

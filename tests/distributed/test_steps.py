@@ -73,7 +73,7 @@ def test_processes_train_as_without_graphs(
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(AGREED, id="on a page"),
+        pytest.param(AGREED, id="on a page", marks=pytest.mark.long),
         pytest.param(AGREED_LONG, id="more on a page", marks=pytest.mark.long),
         pytest.param(OVER_SOCKETS, id="over sockets", marks=pytest.mark.long),
     ],
