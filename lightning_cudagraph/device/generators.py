@@ -47,17 +47,29 @@ class Generators:
         with _NotingMode(self._note):
             yield
 
-    def known_alone(self) -> AbstractContextManager[None]:
-        """Refuse draws from other generators of the device in the `with` block."""
-        return _NotingMode(self._refuse)
+    @contextmanager
+    def unknown_refused(self) -> Iterator[None]:
+        """Refuse draws from unknown generators of the device in the `with` block.
+
+        Where refusals are gathered, the block draws all the same: the generators are put back behind it.
+        """
+        drawn: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+        def refuse(generator: torch.Generator | None) -> None:
+            if self._is_new(generator):
+                drawn.setdefault(_address(generator), (generator, generator.get_state()))
+                forbid(*GENERATOR, user_location())
+
+        try:
+            with _NotingMode(refuse):
+                yield
+        finally:
+            for generator, before in drawn.values():
+                generator.set_state(before)
 
     def _note(self, generator: torch.Generator | None) -> None:
         if self._is_new(generator):
             self._known[_address(generator)] = generator
-
-    def _refuse(self, generator: torch.Generator | None) -> None:
-        if self._is_new(generator):
-            forbid(*GENERATOR, user_location())
 
     def _is_new(self, generator: torch.Generator | None) -> TypeGuard[torch.Generator]:
         """True for a generator of the device that is not known."""

@@ -923,6 +923,31 @@ def an_effect_that_begins_later_on_one(here: Here) -> None:
     assert any("`calls" in reason for reason in graph.counts.recaptures), graph.counts
 
 
+class DrawsLaterOnOne(Net):
+    """On one process, draws from a generator once a hook has said so, by a name that is put together."""
+
+    def on_fit_start(self) -> None:
+        self.noise = torch.Generator(device=self.device).manual_seed(5)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_rank == 1 and self.trainer.global_step == 16:
+            setattr(self, "".join(("is_", "noisy")), True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if getattr(self, "".join(("is_", "noisy")), False):
+            x = x + torch.rand(x.shape, generator=self.noise, device=x.device)
+        return super().training_step([x, y], batch_idx)
+
+
+def a_generator_that_one_begins_to_draw_from(here: Here) -> None:
+    """A check puts back its own draws; the other process has other gradients, and all graphs end."""
+    callback = CUDAGraphCallback(verify=Verification(replays=8), on_unsupported="eager")
+    _, graph = here.assert_same_runs(callback, build=DrawsLaterOnOne)
+    assert graph.counts.replayed, graph.counts
+    assert any("comes to other numbers" in reason for reason in graph.counts.eager), graph.counts
+
+
 def different_arguments(here: Here) -> None:
     """The processes have different arguments."""
     callback = CUDAGraphCallback(verify=Verification(replays=1 + here.rank))

@@ -48,6 +48,7 @@ AGREED_LONG = (
     "a_capture_that_one_refuses_over_sockets",
     "a_check_that_one_fails_alone_goes_on",
     "an_effect_that_begins_later_on_one",
+    "a_generator_that_one_begins_to_draw_from",
     "a_shorter_stream_over_sockets",
     "another_shape_on_the_fast_path",
     "a_capture_that_one_refuses_goes_on",

@@ -84,18 +84,16 @@ class LateEffects:
         """
         is_first, self._is_done = not self._is_done, True
         run = self._engine.run
-        # No check puts back a generator that it does not know.
-        generators = run.backend.generators.known_alone()
-        if not is_first and not self._gathered.findings:
-            with stale_if_refused(since), rehearsing(), generators:
-                yield
-            return
         writes = UnknownWrites(run.backend.device.type, state.values())
         with stale_if_refused(since), ExitStack() as stack:
             stack.enter_context(rehearsing())
-            stack.enter_context(generators)
             if not self._is_alone:
                 stack.enter_context(gathering(self._gathered))
+            # No check puts back a generator that it does not know.
+            stack.enter_context(run.backend.generators.unknown_refused())
+            if not is_first and not self._gathered.findings:
+                yield
+                return
             guards = self._engine.guards
             stack.enter_context(guards.effects.begun_later())
             # Compiled code has functions of its own, and does not tell what its kernels write.

@@ -28,7 +28,8 @@ from lightning_cudagraph.tensors.writes import has_memory, storage_id
 
 T = TypeVar("T")
 _READ = Tensor.grad.__get__  # type: ignore[union-attr]
-# Files of torch whose code drops or moves gradients (`zero_grad`, `to`), and takes no value of them.
+# The files of `Module.zero_grad`, `Module.to` and `Optimizer.zero_grad`. They may read a gradient: they
+# delete it, or move it to a device, and compute nothing from it.
 _DROP = {
     unwrap(function).__code__.co_filename
     for function in (nn.Module.zero_grad, torch.optim.Optimizer.zero_grad)

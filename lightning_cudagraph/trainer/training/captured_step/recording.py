@@ -81,7 +81,7 @@ class Recorder:
                 check_optimizer_part(self._trainer)  # callbacks may have been added since
         optimizer = body.optimizer.optimizer if body.has_optimizer else None
         called = (self._trainer.strategy, self._trainer.precision_plugin)
-        if capturing and "zero_grad" not in self._harmless:
+        if capturing:
             with going_on():
                 refuse_own_zero_grad(body.optimizer.optimizer)
         with going_on():
