@@ -351,17 +351,19 @@ def test_refused(
     assert re.fullmatch(rf"{remedy} See docs/recipes/{recipe}\.md\.", caught.value.remedy)
 
 
-def test_printed(tmp_path: Path, accelerator: str) -> None:
-    """Of a line that prints, the print is refused, not what it reads."""
+@pytest.mark.parametrize("what", ["the number", "the loss", "a text"])
+def test_printed(tmp_path: Path, accelerator: str, what: str) -> None:
+    """Of a line that prints, the print is refused, not what it reads; alone it can be allowed."""
 
     def use(net: Branching, loss: Tensor, batch_idx: Any) -> Any:
-        print("", end=str(batch_idx))
+        print({"the number": batch_idx, "the loss": loss}.get(what, what), end="")
         return loss
 
     with pytest.raises(CaptureError, match=r"a use of `print`") as caught:
         both(tmp_path, accelerator, use, max_epochs=1)
     assert len(caught.value.findings) == 1
     assert re.fullmatch(rf"{AFTERWARDS} See docs/recipes/item_and_print\.md\.", caught.value.remedy)
+    assert ("harmless=" in caught.value.remedy) == (what == "a text")
 
 
 @pytest.mark.long

@@ -33,7 +33,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.device.sentry.sentry import Sentry
 from tests.harness import FULL_BATCHES, Net, Trace, assert_same, loader, make, train
 from tests.rows import became, refused, row
@@ -273,9 +273,25 @@ class FailsInCaptures(Net):
 
 
 def test_an_exception_that_only_a_capture_raises(tmp_path: Path, accelerator: str) -> None:
-    match = r"raised ValueError in the capture: not in here\. Eagerly, from the same state, it did not"
+    match = r"raised ValueError in the capture: not in here\. Eagerly, .*, it did not[.:]\s+"
+    match += r"found at .*test_rows_watching.py:\d+ \(`raise ValueError"
     done = refused(tmp_path, accelerator, FailsInCaptures, match=match)
     became(done.graph, replayed=0, captures=0, eager={"not in here": 21})
+
+
+class WritesTheNumber(Net):
+    """`json` wants an `int`, and takes no object in its place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.line = json.dumps({"step": batch_idx})
+        return super().training_step(batch, batch_idx)
+
+
+def test_code_that_insists_on_the_type_of_a_number(tmp_path: Path, accelerator: str) -> None:
+    match = r"(?s)raised TypeError in the capture: .*is not JSON serializable\. .*"
+    match += r"found at .*test_rows_watching.py:\d+ \(`self.line = json.dumps.*Use the number in a hook"
+    with pytest.raises(UnsupportedError, match=match):
+        train(make(WritesTheNumber), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
 
 
 class WithoutNorm(Net):

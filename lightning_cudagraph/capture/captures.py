@@ -17,6 +17,7 @@ from lightning_cudagraph.checks.audit.step_audit import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
+from lightning_cudagraph.device.lines.user_lines import location_of
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError, Finding, UnsupportedError
 from lightning_cudagraph.processes.agreement import of_ranks
@@ -62,18 +63,32 @@ class _Tried(Generic[T]):
     Attributes:
         raised: the error of user code in the capture, in words.
         sent_back: why the step is to be captured on another number of streams.
+        only_here: the error for what user code in this process raised in the capture.
     """
 
     captured: CapturedStep[T] | None
     failure: UnsupportedError | None
     raised: str
     sent_back: str
-    is_of_this_process: bool
+    only_here: UnsupportedError | None
     reads: _Reads
 
     @property
     def has_failed(self) -> bool:
         return self.failure is not None or bool(self.raised)
+
+
+def _only_in_the_capture(error: Exception, raised: str) -> UnsupportedError:
+    """Return the error for a step that raises in a capture and not in an eager run."""
+    remedy = "Find the code that fails in a capture; the message may name it."
+    if isinstance(error, TypeError):
+        remedy = (
+            "If the line uses a number that changes from step to step, such as `batch_idx`: in a capture"
+            " it is an object that code may not accept. Use the number in a hook that runs on the host"
+            " at every step, such as `on_train_batch_start`."
+        )
+    what = f"The training step raised {raised}. Eagerly, from the same state, it did not."
+    return UnsupportedError(what, remedy, location=location_of(error))
 
 
 def _discard(tried: _Tried[T]) -> None:
@@ -101,12 +116,15 @@ class Captures(Generic[T]):
                 run.backend, run.carried, engine.guards, engine.compiled, looks_twice=run.is_examined
             )
 
-    def attempt(self, step: Step[T], signature: Signature) -> tuple[CapturedStep[T] | None, str, bool]:
+    def attempt(
+        self, step: Step[T], signature: Signature
+    ) -> tuple[CapturedStep[T] | None, str, UnsupportedError | None]:
         """Capture a step, in all processes or in none.
 
         Returns:
-            The captured step. Or None, the reason, and True if user code in this process raised it. The
-            reason is empty if the step has read a host value that other steps had in its warm-up.
+            The captured step. Or None, the reason, and the error for what user code in this process
+            raised in the capture alone. The reason is empty if the step has read a host value that other
+            steps had in its warm-up.
         """
         if self._diagnosis is not None and (error := self._diagnosis.error) is not None:
             self._examine(step, error)
@@ -119,7 +137,7 @@ class Captures(Generic[T]):
         if tried.captured is not None:
             self._count(step, (perf_counter() - started_s) * 1e3)
         if tried.reads.are_of_another:
-            return None, "", False
+            return None, "", None
         if (failure := tried.failure) is not None:
             tried.failure = None
             reason = failure.reason
@@ -133,10 +151,10 @@ class Captures(Generic[T]):
             # managers entered: in torch 2.10, the saved-tensor hooks of a checkpoint.
             clear_frames(failure)
             failure = None  # this frame is one of the error's frames
-            return None, reason, False
+            return None, reason, None
         if tried.sent_back:  # this step is eager, a later one is captured
             self._streams.send_back(tried.sent_back)
-        return tried.captured, tried.raised or tried.sent_back, tried.is_of_this_process
+        return tried.captured, tried.raised or tried.sent_back, tried.only_here
 
     def eager_step_ended(self) -> None:
         if self._diagnosis is not None:
@@ -209,6 +227,7 @@ class Captures(Generic[T]):
         captured: CapturedStep[T] | None = None
         failure: UnsupportedError | None = None
         raised = sent_back = ""
+        only_here: UnsupportedError | None = None
         try:
             with ExternalReferences.recounted_after_capture(), reads.noted():
                 captured = self._capture(step, signature)
@@ -220,13 +239,14 @@ class Captures(Generic[T]):
             raise
         except Exception as error:
             raised = f"{type(error).__name__} in the capture: {in_words(str(error))}"
+            only_here = _only_in_the_capture(error, raised)
             clear_frames(error)
         is_of_type = raised.startswith(TypeError.__name__)
         has_values |= is_of_type and reads.has_given_parts and not reads.kinds
         are_new = signature.reads is not None and reads.version != version
         are_of_another = signature.reads is not None and not self._fits(step, signature)
         found = _Reads(has_values, are_new, are_of_another)
-        return _Tried(captured, failure, raised, sent_back, bool(raised), found)
+        return _Tried(captured, failure, raised, sent_back, only_here, found)
 
     def _fits(self, step: Step[T], signature: Signature) -> bool:
         """True if the warm-up and the static batch are those of the step, given what is read by now."""

@@ -27,14 +27,6 @@ from lightning_cudagraph.tensors.host_values import HostReads
 _NOTHING = nullcontext()
 
 
-def _only_in_the_capture(raised: str) -> UnsupportedError:
-    """Return the error for a step that raises in a capture and not in an eager run."""
-    return UnsupportedError(
-        f"The training step raised {raised}. Eagerly, from the same state, it did not.",
-        "Find the code that fails in a capture; the message may name it.",
-    )
-
-
 class StepEngine(Generic[T]):
     """Takes batches through their phases.
 
@@ -150,7 +142,7 @@ class StepEngine(Generic[T]):
             self.admission.make_room(signature)
             step.refresh(None)
             try:
-                captured, reason, raised = self._captures.attempt(step, signature)
+                captured, reason, only_in_capture = self._captures.attempt(step, signature)
             except BaseException:
                 self._copies.put_back()
                 raise
@@ -162,8 +154,8 @@ class StepEngine(Generic[T]):
                 # Outside the handler: the error and the tensors in its frames are free by now. If user
                 # code raised it, the eager step raises it again, with the usual effects.
                 done = self._eager(step, reason)
-                if raised:
-                    self.invalidation.unsupported(_only_in_the_capture(reason), signature)
+                if only_in_capture is not None:
+                    self.invalidation.unsupported(only_in_capture, signature)
                 return done
             self.graphs.add(signature, step, captured)
             self.admission.captured(signature)

@@ -22,6 +22,7 @@ from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.host_work import HostWork, host_work_of
+from lightning_cudagraph.device.lines.user_lines import location_of
 from lightning_cudagraph.device.refusals.consumers import LOGS, consumers
 from lightning_cudagraph.device.refusals.first_refusal import Gathered, gathering
 from lightning_cudagraph.device.refusals.grouping import grouped
@@ -138,8 +139,9 @@ class Diagnosis:
             clear_frames(error)
             return "" if isinstance(error.subject, BatchChange) else error.reason  # at the end of it
         except Exception as error:  # code that cannot go on behind what was refused
+            where = location_of(error)
             clear_frames(error)
-            return f"{type(error).__name__}: {in_words(str(error))}"
+            return f"{type(error).__name__}: {in_words(str(error))}" + (f", at {where}" if where else "")
         finally:
             self._carried.take_out()
             for parameter, gradient in gradients:

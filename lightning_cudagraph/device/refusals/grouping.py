@@ -12,6 +12,8 @@ from lightning_cudagraph.errors import Finding
 # What may differ between findings that one change of a line settles: names, texts and numbers.
 _NAMED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"|-?\d[\d.e+-]*")
 _MAX_NAMED = 5
+# The end of a remedy, which allows the effect alone.
+_ALLOWANCE = re.compile(r" If nothing depends on it, [^:]*: `CUDAGraphCallback\(harmless=[^`]*`\.")
 
 
 def grouped(findings: Iterable[Finding]) -> list[Finding]:
@@ -42,8 +44,8 @@ def _without_echoes(findings: list[Finding]) -> list[Finding]:
 def _without_parts(findings: list[Finding]) -> list[Finding]:
     """Leave out what is a part of another finding on its line, and settled with it.
 
-    A call, or a statement that sets an item, leaves the step with all that it reads. An attribute may
-    have a tensor in place of the number that is read of it.
+    A call, or a statement that sets an item, leaves the step with all that it reads; to allow it would
+    leave the reads. An attribute may have a tensor in place of the number that is read of it.
     """
     kinds = {id(finding): _kind_of_line(finding) for finding in findings}
     reads = {_line_of(finding) for finding in findings if not finding.is_effect}
@@ -55,7 +57,12 @@ def _without_parts(findings: list[Finding]) -> list[Finding]:
             return kind == "attribute" and line in reads
         return kind == "leaves" and line in effects
 
-    return [finding for finding in findings if not is_part(finding)]
+    def without_allowance(finding: Finding) -> Finding:
+        if not (finding.is_effect and _line_of(finding) in reads):
+            return finding
+        return replace(finding, remedy=_ALLOWANCE.sub("", finding.remedy))
+
+    return [without_allowance(finding) for finding in findings if not is_part(finding)]
 
 
 def _line_of(finding: Finding) -> Hashable:

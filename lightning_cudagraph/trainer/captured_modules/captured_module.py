@@ -12,6 +12,7 @@ from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.compat.method_patches import Original
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
+from lightning_cudagraph.device.lines.user_lines import location_of
 from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.errors import (
     CUDAGraphError,
@@ -115,12 +116,13 @@ class CapturedModule:
                 raise
             except Exception as error:
                 raised = f"{type(error).__name__} in the capture: {in_words(str(error))}"
+                where = location_of(error)
                 clear_frames(error)
             if graph is None:
                 # If user code raised it, this raises it again, with the usual effects.
                 returned = self._forward(*args, **kwargs)
-                found = UnsupportedError(f"The module raised {raised}; eagerly it did not.", LEAVE_OUT)
-                self._refused(variant, found)
+                what = f"The module raised {raised}; eagerly it did not."
+                self._refused(variant, UnsupportedError(what, LEAVE_OUT, location=where))
                 return returned
             self._counts.captures += 1
         try:
