@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from io import StringIO
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -309,7 +311,9 @@ def test_several_refusals_of_a_trainer_come_together(accelerator: str) -> None:
     report = CUDAGraphCallback().check(make(Net), loader(), trainer)
     assert [finding.location for finding in report.findings] == [None]
     assert "anomaly" in report.findings[0].what
-    assert "The search ended early, behind this: `Trainer(detect_anomaly=True)`" in str(report)
+    assert "`Trainer(detect_anomaly=True)`" in report.search_ended_by
+    assert str(report).count("`Trainer(detect_anomaly=True)`") == 1
+    assert "The search ended early, behind number 1 of these." in str(report)
 
 
 def test_a_run_without_graphs_is_not_called_captured(accelerator: str) -> None:
@@ -609,7 +613,8 @@ def test_what_cannot_be_gone_on_behind_ends_the_search(accelerator: str) -> None
         "loss = loss * next(self.numbers)",
     ]
     assert report.search_ended_by.startswith("A CUDA graph cannot hold a draw from")
-    assert "The search ended early, behind this: A CUDA graph" in str(report).partition("deals with")[0]
+    assert "The search ended early, behind number 2 of these." in str(report)
+    assert " ".join(str(report).split()).count(report.findings[1].what) == 1
     assert next(module.numbers) == 0
 
 
@@ -835,10 +840,74 @@ def raises_in_its_step() -> Any:
     return make(Broken), loader(), _trainer("cpu")
 
 
+def exits() -> Any:
+    sys.exit(3)
+
+
+def exits_in_its_step() -> Any:
+    class Exits(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            sys.exit(0)
+
+    return make(Exits), loader(), _trainer("cpu")
+
+
+def has_no_batches() -> Any:
+    return make(Kept), DataLoader([], batch_size=2), _trainer("cpu")  # type: ignore[arg-type]
+
+
+def interrupts() -> Any:
+    raise KeyboardInterrupt
+
+
+def interrupts_in_its_fit() -> Any:
+    class Interrupted(Kept):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            raise KeyboardInterrupt
+
+    return make(Interrupted), loader(), _trainer("cpu")
+
+
+@pytest.mark.parametrize("function", [interrupts, interrupts_in_its_fit])
+def test_an_interrupted_examination_has_a_status_of_its_own(
+    capsys: pytest.CaptureFixture[str], function: Callable[[], Any]
+) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", "--json", f"tests.test_doctor:{function.__name__}"])
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
+    assert ended.value.code == 130
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.splitlines()[-1] == "The examination was interrupted: there is no report."
+    assert "Traceback" not in told.err
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_what_the_parser_prints_is_no_exit_of_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {class_path: tests.test_doctor.WithData}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--config", str(config), "--print_config"])
+    assert ended.value.code == 0
+    assert "could not be examined" not in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `")
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         ("tests.test_doctor:raises_in_its_step", "ZeroDivisionError: a bug of the script"),
+        ("tests.test_doctor:exits", "SystemExit: 3"),
+        ("tests.test_doctor:exits_in_its_step", "SystemExit: 0"),
+        ("tests.test_doctor:has_no_batches", "The training loader has no batches: expected one or more"),
+        ("tests.test_doctor:make_four", "returned a tuple of 4; expected a `LightningModule`, or"),
+        ("tests.test_doctor:make_none", "returned a tuple of 0; expected a `LightningModule`, or"),
+        (":make", "`:make` names no module."),
         ("tests.test_doctor:gone", "`tests.test_doctor` has no function `gone`, it has `"),
         ("tests/test_doctor.py:gone", "`tests.test_doctor` has no function `gone`, it has `"),
         ("tests.test_doctor:HERE", "`tests.test_doctor` has no function `HERE`"),
@@ -862,8 +931,9 @@ def test_a_script_with_a_bug_has_a_status_of_its_own(
     assert told.out == ""
     what, where, remedy = told.err.splitlines()[-3:]
     assert words in what
-    assert ("ZeroDivisionError" in what) == (f"{HERE}:" in where)
-    assert (where == f"  found at the arguments `{function}`") != ("ZeroDivisionError" in what)
+    is_of_script = "ZeroDivisionError" in what or "SystemExit" in what
+    assert is_of_script == (f"{HERE}:" in where)
+    assert (where == f"  found at the arguments `{function}`") != is_of_script
     assert remedy.startswith("  Remedy: ")
     assert "Traceback" not in told.err
 
@@ -1063,8 +1133,47 @@ def make_with_validation() -> Any:
     return make(Kept), loader(), loader()
 
 
+def make_four() -> Any:
+    return make(Kept), loader(), None, None
+
+
+def make_none() -> Any:
+    return ()
+
+
 def make_kept() -> Any:
     return make(Kept), loader(), _trainer("cpu")
+
+
+class WritesToStreams(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        sys.stdout.write("to one\n")
+        sys.stderr.write("to the other\n")
+        return super().training_step(batch, batch_idx)
+
+
+def make_writing() -> Any:
+    return make(WritesToStreams), loader(), _trainer("cpu")
+
+
+def test_the_command_names_the_streams_of_a_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it sends one where the other goes, which it leaves open."""
+    fit = CUDAGraphCallback().check(*make_writing()).to_dict()["findings"]
+    assert 'harmless=["sys.stdout.write"]' in fit[0]["remedy"]
+    assert 'harmless=["sys.stderr.write"]' in fit[1]["remedy"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["doctor", "--json", "tests.test_doctor:make_writing"])
+    told = capsys.readouterr()
+    assert json.loads(told.out)["findings"] == fit
+    lines = [line for line in told.err.splitlines() if line.startswith("to ")]
+    assert lines[:2] == ["to one", "to the other"]
+    monkeypatch.setattr("sys.stderr", StringIO())  # as in a notebook, without bytes below it
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "tests.test_doctor:make_kept"])
+    assert ended.value.code == 0
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")

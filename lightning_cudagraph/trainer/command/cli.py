@@ -10,7 +10,8 @@ from argparse import ArgumentError
 from contextlib import redirect_stdout
 from importlib import import_module
 from inspect import isfunction
-from typing import Any
+from io import TextIOWrapper
+from typing import Any, TextIO
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningCLI
@@ -18,7 +19,8 @@ from lightning_utilities.core.imports import RequirementCache
 
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.lines.shown_frames import shows_all_frames
-from lightning_cudagraph.device.lines.user_lines import location_of
+from lightning_cudagraph.device.lines.user_lines import is_installed, location_of
+from lightning_cudagraph.errors import ConfigurationError
 from lightning_cudagraph.trainer.callbacks.cuda_graph_callback import CUDAGraphCallback
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
@@ -36,6 +38,9 @@ _OF_CONFIG = (
     " give the doctor a function: `lightning-cudagraph doctor my_script:make`. See docs/doctor.md."
 )
 _NAMES_SHOWN = 8
+# The status of a program that Ctrl-C has ended.
+_INTERRUPTED = 130
+_BY_MODULE = "Call the doctor where the script is; `my_script:make` is `make` of `my_script.py`."
 _EXPECTED = "a `LightningModule`, or a tuple of it, its data and a `Trainer`"
 _USAGE = """usage: lightning-cudagraph doctor [--json] --config FILE ...
        lightning-cudagraph doctor [--json] MODULE:FUNCTION
@@ -43,7 +48,7 @@ _USAGE = """usage: lightning-cudagraph doctor [--json] --config FILE ...
 Run a few training steps, and list all that keeps them from being captured. Arguments such as
 --config are those of `lightning-cudagraph fit`. A function returns a LightningModule, or a tuple of
 it, its dataloader or datamodule, and a Trainer. The exit status is 0 if the step was captured, 1
-if not, and 2 if it could not be examined."""
+if not, 2 if it could not be examined, and 130 if that was interrupted."""
 
 
 def main(args: ArgsType = None) -> None:
@@ -55,7 +60,8 @@ def main(args: ArgsType = None) -> None:
     Raises:
         ModuleNotFoundError: if `jsonargparse`, which LightningCLI needs, is missing or too old.
         SystemExit: from `doctor`, with status 1 if the step was not captured, 2 if it could not be
-            examined: for wrong arguments, or an exception of the script.
+            examined: for wrong arguments, no batches, or an exception of the script; 130 if the
+            examination was interrupted.
     """
     # A console script starts with its own folder first on the path, not with the user's project.
     sys.path.insert(0, os.getcwd())
@@ -101,7 +107,7 @@ def _doctor(args: list[str]) -> int:
         return 2
     remedy = "Make module, data and trainer without the doctor, and mend what is raised there."
     try:
-        with redirect_stdout(sys.stderr):  # what the steps print is not part of the report
+        with redirect_stdout(_as_stdout(sys.stderr)):  # what the steps print is not part of the report
             module, data, trainer = (
                 _of_config(args) if args[0].startswith("-") else _of_function(args[0])
             )
@@ -109,18 +115,44 @@ def _doctor(args: list[str]) -> int:
             found = [] if trainer is None else callbacks_of(trainer)
             ours = (callback for callback in found if isinstance(callback, CUDAGraphCallback))
             report = (next(ours, None) or CUDAGraphCallback()).check(module, data, trainer)
-    except Exception as error:
-        # Python would end with status 1, which says that the step was examined.
-        where: object = location_of(error)
+    except KeyboardInterrupt:
+        print("The examination was interrupted: there is no report.", file=sys.stderr)
+        return _INTERRUPTED
+    except (Exception, SystemExit) as error:
+        # Python would end with status 1, which says that the step was examined; or with the script's.
+        location = location_of(error)
+        is_of_script = location is not None and not is_installed(location.path)
+        if isinstance(error, SystemExit) and args[0].startswith("-") and not is_of_script:
+            raise  # of the parser, which has printed: `--print_config`
+        where: object = location
         if isinstance(error, (ArgumentError, _WrongFunction)):
             where = f"the arguments `{' '.join(args)}`"
             remedy = error.remedy if isinstance(error, _WrongFunction) else _OF_CONFIG
+        elif isinstance(error, ConfigurationError):
+            where = location or f"the arguments `{' '.join(args)}`"
+            remedy = "Pass what is expected."
         print("\n".join(_lines_of(error, where, remedy)), file=sys.stderr)
         if shows_all_frames():
             traceback.print_exc()
         return 2
     _show(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
     return 0 if report.is_captured else 1
+
+
+class _AsStdout(TextIOWrapper):
+    """A stream of its own that writes to where another does, and leaves that open."""
+
+    def close(self) -> None:
+        self.flush()
+
+
+def _as_stdout(stream: TextIO) -> TextIO:
+    """A stream in place of `sys.stdout`: findings tell it from the standard error, as in a fit."""
+    if not hasattr(stream, "buffer"):  # that of a notebook
+        return stream
+    return _AsStdout(
+        stream.buffer, stream.encoding, stream.errors, line_buffering=True, write_through=True
+    )
 
 
 def _show(text: str) -> None:
@@ -139,7 +171,7 @@ class _WrongFunction(Exception):
         self.remedy = remedy
 
 
-def _lines_of(error: Exception, where: object, remedy: str) -> list[str]:
+def _lines_of(error: BaseException, where: object, remedy: str) -> list[str]:
     """An error of the user's code: what, where, and what to do."""
     what = str(error) if isinstance(error, _WrongFunction) else f"{type(error).__name__}: {error}"
     return [
@@ -166,12 +198,15 @@ def _of_function(name: str) -> _Made:
     path, _, function = name.partition(":")
     with setting(sys, argv=sys.argv[:1]):  # a LightningCLI of the user warns of others than its own
         made: Any = _find(path, function)()
-    module, data, trainer = (*(made if isinstance(made, tuple) else (made,)), None, None)[:3]
-    if not isinstance(module, pl.LightningModule):
+    parts = made if isinstance(made, tuple) else (made,)
+    has_parts = 1 <= len(parts) <= 3
+    if not (has_parts and isinstance(parts[0], pl.LightningModule)):
+        found = f"`{type(parts[0]).__qualname__}`" if has_parts else f"tuple of {len(parts)}"
         raise _WrongFunction(
-            f"`{name}` returned a `{type(module).__qualname__}`; expected {_EXPECTED}.",
+            f"`{name}` returned a {found}; expected {_EXPECTED}.",
             f"Let `{function}` return {_EXPECTED}.",
         )
+    module, data, trainer = (*parts, None, None)[:3]
     if not isinstance(trainer, (pl.Trainer, type(None))):
         kind = type(trainer)
         raise _WrongFunction(
@@ -186,6 +221,8 @@ def _of_function(name: str) -> _Made:
 def _find(path: str, function: str) -> Any:
     """Import a module, which may be given as a file of the current directory, and find its function."""
     name = (os.path.relpath(path) if os.sep in path else path).removesuffix(".py").replace(os.sep, ".")
+    if not name:
+        raise _WrongFunction(f"`{path}:{function}` names no module.", _BY_MODULE)
     try:
         # A file outside of it would be a relative import.
         module = None if name.startswith(".") else import_module(name)
@@ -197,7 +234,7 @@ def _find(path: str, function: str) -> Any:
         raise _WrongFunction(
             f"There is no module `{path if name.startswith('.') else name}` in the current directory,"
             f" `{os.getcwd()}`, nor an installed one.",
-            "Call the doctor where the script is; `my_script:make` is `make` of `my_script.py`.",
+            _BY_MODULE,
         )
     found = getattr(module, function, None)
     if callable(found):

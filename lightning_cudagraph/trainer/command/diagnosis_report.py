@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_cudagraph.errors import Finding
+from lightning_cudagraph.errors import Finding, UnsupportedError
 from lightning_cudagraph.trainer.command.estimate import Estimate
 
 _WIDTH = 110
@@ -77,8 +77,12 @@ class DiagnosisReport:
             lines += _indented(finding.what)
             lines += _indented(f"Remedy: {finding.remedy}")
         if self.search_ended_by:
-            ended = f"The search ended early, behind this: {self.search_ended_by.rstrip('.')}."
-            lines += ["", *_indented(f"{ended} Mend it, and call the doctor again.", "")]
+            listed = [_reason(finding) for finding in self.findings]
+            behind = f"this: {self.search_ended_by.rstrip('.')}"
+            if self.search_ended_by in listed:
+                behind = f"number {1 + listed.index(self.search_ended_by)} of these"
+            ended = f"The search ended early, behind {behind}. Mend it, and call the doctor again."
+            lines += ["", *_indented(ended, "")]
         elif count:
             lines += ["", *_indented(_NOT_SEEN, "")]
         if self.notes:
@@ -89,6 +93,11 @@ class DiagnosisReport:
             for subject, words in self.estimate.lines():
                 lines += _indented(words, f"  {subject:<14}")
         return "\n".join(lines)
+
+
+def _reason(finding: Finding) -> str:
+    """A finding in the words of `search_ended_by`."""
+    return UnsupportedError(finding.what, finding.remedy, location=finding.location).reason
 
 
 def _shown(path: str) -> str:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.device.refusals.grouping import grouped
-from lightning_cudagraph.errors import Finding, UnsupportedError
+from lightning_cudagraph.errors import ConfigurationError, Finding, UnsupportedError
 from lightning_cudagraph.tensors.signatures import NotCaptured
 from lightning_cudagraph.timing.output.stages import AFTER_PAUSES
 from lightning_cudagraph.timing.output.summary import RunSummary
@@ -52,6 +52,8 @@ def examine(
     """Run a few steps of a copy of a module, list what was found, and put back all else.
 
     Raises:
+        ConfigurationError: if there are no batches.
+        KeyboardInterrupt: if it is interrupted.
         Exception: of the user's code, with a traceback of the user's frames.
     """
     try:
@@ -131,7 +133,17 @@ def _fit(
     named = "datamodule" if isinstance(batches, pl.LightningDataModule) else "train_dataloaders"
     copied, shared = copy_of(module)
     saved.keep(shared)
-    trainer.fit(copied, **{named: batches})
+    try:
+        trainer.fit(copied, **{named: batches})
+    except SystemExit as ended:
+        if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning ends the process, with 1
+            raise ended.__context__ from None
+        raise
+    if not trainer.fit_loop.epoch_loop.batch_progress.total.ready:
+        raise ConfigurationError(
+            "The training loader has no batches: expected one or more, and no"
+            " `Trainer(limit_train_batches=0)`."
+        )
 
 
 class _SavedStates(Callback):
