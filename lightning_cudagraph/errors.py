@@ -108,6 +108,13 @@ class Finding:
         return [self.what, *found, f"  Remedy: {self.remedy}"]
 
     @property
+    def reason(self) -> str:
+        """The description and the place, in one line."""
+        if self.location is None:
+            return self.what
+        return f"{self.what.removesuffix('.')}: found at {self.location}."
+
+    @property
     def key(self) -> Hashable:
         """The finding and the user's line, on which several lines of a library are one finding."""
         return self.what, self.location and replace(self.location, called=None)
@@ -164,15 +171,17 @@ class UnsupportedError(CUDAGraphError):
                 what, *more = finding.lines
                 lines += [f"{number}. {what}", *(f" {line}" for line in more)]
         if self.search_ended_by:
-            lines.append(f"The search ended early, so there can be more: {self.search_ended_by}")
+            listed = [finding.reason for finding in self.findings]
+            ended = f": {self.search_ended_by}"
+            if self.search_ended_by in listed:
+                ended = f", behind number {1 + listed.index(self.search_ended_by)}." if others else "."
+            lines.append(f"The search ended early, so there can be more{ended}")
         return "\n".join([*lines, self._wording.of(_WAY_OUT)])
 
     @property
     def reason(self) -> str:
         """The description and the place, in one line."""
-        if self.location is None:
-            return self.what
-        return f"{self.what.removesuffix('.')}: found at {self.location}."
+        return self.findings[0].reason
 
     @property
     def findings(self) -> tuple[Finding, ...]:

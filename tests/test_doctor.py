@@ -616,6 +616,12 @@ def test_what_cannot_be_gone_on_behind_ends_the_search(accelerator: str) -> None
     assert "The search ended early, behind number 2 of these." in str(report)
     assert " ".join(str(report).split()).count(report.findings[1].what) == 1
     assert next(module.numbers) == 0
+    with pytest.raises(CaptureError) as caught:
+        train(make(Draws), Path(tempfile.mkdtemp()), CUDAGraphCallback(), accelerator=accelerator)
+    told = str(caught.value)
+    number = 1 + [f.what for f in caught.value.findings].index(report.findings[1].what)
+    assert f"The search ended early, so there can be more, behind number {number}." in told
+    assert told.count(report.findings[1].what) == 1
 
 
 class Counting(Dataset[Any]):
@@ -1405,6 +1411,10 @@ def test_batches_that_vary_too_much_are_told(accelerator: str) -> None:
     assert finding.what.startswith("In 24 steps nothing was captured: 5 different batch signatures")
     assert "`batch[2]`" in finding.what
     assert "or pass a tensor" in finding.remedy
+    source = "return super().training_step((x, y), batch_idx) * len(name)"
+    assert finding.location is not None
+    assert (finding.location.path, finding.location.source) == (str(HERE), source)
+    assert "(no line of yours)" not in str(report)
     assert "not captured, for 1 reason\n" in str(report)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.errors import AS_NUMBER, BatchError, see
+from lightning_cudagraph.errors import AS_NUMBER, BatchError, Location, see
 from lightning_cudagraph.tensors.batch import (
     PLAIN,
     comparable,
@@ -257,6 +257,14 @@ class Signature:
                 where = "" if self.reads is None else self.reads.described(path)
                 return f"`{path}`{where} changed: expected {_in_words(mine)}, found {_in_words(theirs)}"
         return "nothing changed"
+
+    def line_of_difference(self, other: Signature) -> Location | None:
+        """The line that reads the first difference of `other` from this one, if it is a value."""
+        if self.reads is None or self._key[0] != other._key[0]:
+            return None
+        pairs = zip(self._described(), other._described(), strict=True)
+        first = next((path for (path, mine), (_, theirs) in pairs if mine != theirs), "")
+        return self.reads.line_of(first)
 
     def remedy(self, other: Signature) -> str:
         """One thing to do about the first difference of `other` from this one."""

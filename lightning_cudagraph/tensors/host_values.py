@@ -434,7 +434,11 @@ class HostReads:
             self._of.setdefault(read.path, {})[read.text] = read
             self.version += 1
 
+    def line_of(self, path: str) -> Location | None:
+        """The line that reads a value; None if that is unknown."""
+        return self._lines.get(path)
+
     def described(self, path: str) -> str:
         """The line that reads a value, in words; empty if that is unknown."""
-        where = self._lines.get(path)
+        where = self.line_of(path)
         return f", which the step reads at {where}," if where else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from lightning_cudagraph.errors import Wording
+from lightning_cudagraph.errors import Location, Wording
 from lightning_cudagraph.tensors.batch_signature import Signature
 
 K = TypeVar("K")
@@ -31,15 +31,16 @@ def make_room(known: dict[K, V], is_idle: Callable[[V], bool] = lambda value: Tr
 
 
 class NotCaptured(str):
-    """The reason why nothing is captured, and a remedy, in words."""
+    """The reason why nothing is captured, and a remedy, in words; and the user's line."""
 
     what = ""
     remedy = ""
+    location: Location | None = None
 
     @classmethod
-    def of(cls, what: str, remedy: str) -> NotCaptured:
+    def of(cls, what: str, remedy: str, location: Location | None) -> NotCaptured:
         made = cls(f"{what}. {remedy}")
-        made.what, made.remedy = what, f"{remedy}."
+        made.what, made.remedy, made.location = what, f"{remedy}.", location
         return made
 
 
@@ -95,4 +96,5 @@ class Signatures:
             f"{_MANY} different {self._wording.signatures} and none came up more than"
             f" {self._warmup_steps} times: {difference}",
             first.remedy(signature),
+            first.line_of_difference(signature),
         )

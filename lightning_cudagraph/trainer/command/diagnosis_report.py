@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_cudagraph.errors import Finding, UnsupportedError
+from lightning_cudagraph.errors import Finding
 from lightning_cudagraph.trainer.command.estimate import Estimate
 
 _WIDTH = 110
@@ -77,7 +77,7 @@ class DiagnosisReport:
             lines += _indented(finding.what)
             lines += _indented(f"Remedy: {finding.remedy}")
         if self.search_ended_by:
-            listed = [_reason(finding) for finding in self.findings]
+            listed = [finding.reason for finding in self.findings]
             behind = f"this: {self.search_ended_by.rstrip('.')}"
             if self.search_ended_by in listed:
                 behind = f"number {1 + listed.index(self.search_ended_by)} of these"
@@ -93,11 +93,6 @@ class DiagnosisReport:
             for subject, words in self.estimate.lines():
                 lines += _indented(words, f"  {subject:<14}")
         return "\n".join(lines)
-
-
-def _reason(finding: Finding) -> str:
-    """A finding in the words of `search_ended_by`."""
-    return UnsupportedError(finding.what, finding.remedy, location=finding.location).reason
 
 
 def _shown(path: str) -> str:

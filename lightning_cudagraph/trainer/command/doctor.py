@@ -214,7 +214,8 @@ def _report(
             stale.append(f"the graph was captured again{times}, because {told}")
     eager = [f"{steps} step(s) ran eagerly: {reason}" for reason, steps in fit.eager.items()]
     if isinstance(why := fit.not_captured, NotCaptured) and not fit.captures:
-        found += (Finding(f"In {_STEPS} steps nothing was captured: {why.what}.", why.remedy),)
+        what = f"In {_STEPS} steps nothing was captured: {why.what}."
+        found += (Finding(what, why.remedy, why.location),)
     return DiagnosisReport(
         step=f"{type(module).__qualname__}.training_step",
         backend=summary.backend,
