@@ -148,7 +148,7 @@ class Measured(Evaluated):
     on_test_epoch_end = on_validation_epoch_end
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize("window", [1, 2])
 def test_metrics(tmp_path: Path, accelerator: str, window: int) -> None:
     done = row(

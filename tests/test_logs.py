@@ -188,7 +188,7 @@ def host_updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     return Counts()
 
 
-@pytest.mark.spread
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("window", [1, 2])
 def test_everything(

@@ -201,14 +201,15 @@ ROWS = (
     (WithSlots, STRINGS, each_step),
     (TwoAtOnce, STRINGS, each_step),
 )
-# Each row trains three times; the default run takes the first.
+
+
+# Each row trains three times; the default run has one, of manual optimization.
 long = pytest.mark.long
 
 
+@long
 @pytest.mark.parametrize(
-    ("net", "phases", "phase_of"),
-    [ROWS[0], *(pytest.param(*row, marks=long) for row in ROWS[1:])],
-    ids=lambda case: getattr(case, "__name__", ""),
+    ("net", "phases", "phase_of"), ROWS, ids=lambda case: getattr(case, "__name__", "")
 )
 def test_values_that_recur(
     tmp_path: Path, accelerator: str, net: Any, phases: Any, phase_of: Any

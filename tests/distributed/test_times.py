@@ -16,11 +16,12 @@ CASES_LONG = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cases",
     [
         pytest.param(CASES, id="some"),
-        pytest.param(CASES_LONG, id="more", marks=pytest.mark.long),
+        pytest.param(CASES_LONG, id="more"),
     ],
 )
 def test_processes_time_their_steps(tmp_path: Path, accelerator: str, cases: tuple[str, ...]) -> None:
