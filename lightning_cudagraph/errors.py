@@ -269,6 +269,7 @@ class Wording:
     def rephrase(self, error: UnsupportedError) -> None:
         """Put them into all that an error says."""
         error.what, error.remedy = self.of(error.what), self.of(error.remedy)
+        error.search_ended_by = self.of(error.search_ended_by)
         error._wording = self
         error._others = tuple(
             replace(finding, what=self.of(finding.what), remedy=self.of(finding.remedy))

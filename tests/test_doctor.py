@@ -27,6 +27,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
@@ -862,8 +863,49 @@ def has_no_batches() -> Any:
     return make(Kept), DataLoader([], batch_size=2), _trainer("cpu")  # type: ignore[arg-type]
 
 
+class Yields(IterableDataset[Any]):
+    """A number of batches, once."""
+
+    def __init__(self, batches: int) -> None:
+        self._batches = iter([*loader(ragged=False)][:batches])
+
+    def __iter__(self) -> Any:
+        return self._batches
+
+
+def yields_nothing() -> Any:
+    return make(Kept), DataLoader(Yields(0), batch_size=None), _trainer("cpu")
+
+
+def has_trained_before() -> Any:
+    trainer = _trainer("cpu", limit_val_batches=0)
+    trainer.fit_loop.max_epochs = 1
+    trainer.fit(make(Kept), loader())
+    return make(Kept), DataLoader([], batch_size=2), trainer  # type: ignore[arg-type]
+
+
+def has_no_time() -> Any:
+    return make(Kept), loader(), _trainer("cpu", max_time={"seconds": 0})
+
+
+def test_an_iterable_that_is_used_up_ends_the_steps(accelerator: str) -> None:
+    loader_of_few = DataLoader(Yields(8), batch_size=None)
+    trainer = _trainer(accelerator, max_time={"minutes": 5})
+    report = CUDAGraphCallback().check(make(Kept), loader_of_few, trainer)
+    assert report.is_captured, report
+    assert report.replayed_steps < 8
+
+
 def interrupts() -> Any:
     raise KeyboardInterrupt
+
+
+def is_terminated() -> Any:
+    class Terminated(Kept):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            raise SIGTERMException
+
+    return make(Terminated), loader(), _trainer("cpu")
 
 
 def interrupts_in_its_fit() -> Any:
@@ -874,9 +916,11 @@ def interrupts_in_its_fit() -> Any:
     return make(Interrupted), loader(), _trainer("cpu")
 
 
-@pytest.mark.parametrize("function", [interrupts, interrupts_in_its_fit])
+@pytest.mark.parametrize(
+    ("function", "status"), [(interrupts, 130), (interrupts_in_its_fit, 130), (is_terminated, 143)]
+)
 def test_an_interrupted_examination_has_a_status_of_its_own(
-    capsys: pytest.CaptureFixture[str], function: Callable[[], Any]
+    capsys: pytest.CaptureFixture[str], function: Callable[[], Any], status: int
 ) -> None:
     handler = signal.getsignal(signal.SIGINT)
     try:
@@ -884,7 +928,7 @@ def test_an_interrupted_examination_has_a_status_of_its_own(
             main(["doctor", "--json", f"tests.test_doctor:{function.__name__}"])
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
-    assert ended.value.code == 130
+    assert ended.value.code == status
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.splitlines()[-1] == "The examination was interrupted: there is no report."
@@ -901,6 +945,12 @@ def test_what_the_parser_prints_is_no_exit_of_the_script(
         main(["doctor", "--config", str(config), "--print_config"])
     assert ended.value.code == 0
     assert "could not be examined" not in capsys.readouterr().err
+    # One in the fit is none of the parser.
+    config.write_text(config.read_text().replace("WithData", "ExitsInItsLoader"))
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--config", str(config)])
+    assert ended.value.code == 2
+    assert "could not be examined" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:Total length of `")
@@ -910,7 +960,10 @@ def test_what_the_parser_prints_is_no_exit_of_the_script(
         ("tests.test_doctor:raises_in_its_step", "ZeroDivisionError: a bug of the script"),
         ("tests.test_doctor:exits", "SystemExit: 3"),
         ("tests.test_doctor:exits_in_its_step", "SystemExit: 0"),
-        ("tests.test_doctor:has_no_batches", "The training loader has no batches: expected one or more"),
+        ("tests.test_doctor:has_no_batches", "The trainer ran no step: expected a training loader with"),
+        ("tests.test_doctor:yields_nothing", "The trainer ran no step"),
+        ("tests.test_doctor:has_trained_before", "The trainer ran no step"),
+        ("tests.test_doctor:has_no_time", "The trainer ran no step"),
         ("tests.test_doctor:make_four", "returned a tuple of 4; expected a `LightningModule`, or"),
         ("tests.test_doctor:make_none", "returned a tuple of 0; expected a `LightningModule`, or"),
         (":make", "`:make` names no module."),
@@ -1464,3 +1517,8 @@ def test_what_a_step_sets_is_no_change_between_two(accelerator: str) -> None:
 class WithData(Three):
     def train_dataloader(self) -> Any:
         return loader()
+
+
+class ExitsInItsLoader(Three):
+    def train_dataloader(self) -> Any:
+        return DataLoader([0], collate_fn=sys.exit)  # type: ignore[arg-type]

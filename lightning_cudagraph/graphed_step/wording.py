@@ -16,6 +16,7 @@ WORDING = Wording(
         "in a hook that runs on the host at every step, such as `on_train_batch_start`": _BEFORE,
         "in `on_train_batch_end`, which runs on the host after every step": _AFTER,
         "in `on_after_batch_transfer`, which runs between two steps": _BEFORE,
+        ", such as `batch_idx`: in a capture": ": in a capture",
         "in `on_train_batch_start` or `on_train_batch_end`": "before or after the call of the step",
         "in `on_train_batch_start`": _BEFORE,
         "in `on_train_batch_end`": _AFTER,

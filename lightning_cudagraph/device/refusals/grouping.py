@@ -12,8 +12,10 @@ from lightning_cudagraph.errors import Finding
 # What may differ between findings that one change of a line settles: names, texts and numbers.
 _NAMED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"|-?\d[\d.e+-]*")
 _MAX_NAMED = 5
-# The end of a remedy, which allows the effect alone.
-_ALLOWANCE = re.compile(r" If nothing depends on it, [^:]*: `CUDAGraphCallback\(harmless=[^`]*`\.")
+# The end of a remedy that allows what was found.
+_ALLOWANCE = re.compile(
+    r" If nothing depends on it, [^:]*: `CUDAGraphCallback\(harmless=\[([^]]*)]\)`\."
+)
 
 
 def grouped(findings: Iterable[Finding]) -> list[Finding]:
@@ -44,11 +46,15 @@ def _without_echoes(findings: list[Finding]) -> list[Finding]:
 def _without_parts(findings: list[Finding]) -> list[Finding]:
     """Leave out what is a part of another finding on its line, and settled with it.
 
-    A call, or a statement that sets an item, leaves the step with all that it reads; to allow it would
-    leave the reads. An attribute may have a tensor in place of the number that is read of it.
+    A call, or a statement that sets an item, leaves the step with all that it reads; to allow it is to
+    allow these too, if that can be. An attribute may have a tensor in place of the number that is read
+    of it.
     """
     kinds = {id(finding): _kind_of_line(finding) for finding in findings}
-    reads = {_line_of(finding) for finding in findings if not finding.is_effect}
+    reads: dict[Hashable, list[Finding]] = {}
+    for finding in findings:
+        if not finding.is_effect:
+            reads.setdefault(_line_of(finding), []).append(finding)
     effects = {_line_of(finding) for finding in findings if finding.is_effect}
 
     def is_part(finding: Finding) -> bool:
@@ -57,12 +63,18 @@ def _without_parts(findings: list[Finding]) -> list[Finding]:
             return kind == "attribute" and line in reads
         return kind == "leaves" and line in effects
 
-    def without_allowance(finding: Finding) -> Finding:
-        if not (finding.is_effect and _line_of(finding) in reads):
-            return finding
-        return replace(finding, remedy=_ALLOWANCE.sub("", finding.remedy))
+    def with_parts(finding: Finding) -> Finding:
+        is_whole = finding.is_effect and kinds[id(finding)] == "leaves"
+        parts = reads.get(_line_of(finding), []) if is_whole else []
+        allowed = [_ALLOWANCE.search(each.remedy) for each in (finding, *parts)]
+        if all(allowed):
+            names = ", ".join(dict.fromkeys(found[1] for found in allowed if found))
+            remedy = _ALLOWANCE.sub(lambda own: own[0].replace(own[1], names), finding.remedy)
+        else:
+            remedy = _ALLOWANCE.sub("", finding.remedy)
+        return replace(finding, remedy=remedy) if parts else finding
 
-    return [without_allowance(finding) for finding in findings if not is_part(finding)]
+    return [with_parts(finding) for finding in findings if not is_part(finding)]
 
 
 def _line_of(finding: Finding) -> Hashable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from argparse import ArgumentError
@@ -15,6 +16,7 @@ from typing import Any, TextIO
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import ArgsType, LightningCLI
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.imports import RequirementCache
 
 from lightning_cudagraph.compat.attributes import setting
@@ -38,8 +40,6 @@ _OF_CONFIG = (
     " give the doctor a function: `lightning-cudagraph doctor my_script:make`. See docs/doctor.md."
 )
 _NAMES_SHOWN = 8
-# The status of a program that Ctrl-C has ended.
-_INTERRUPTED = 130
 _BY_MODULE = "Call the doctor where the script is; `my_script:make` is `make` of `my_script.py`."
 _EXPECTED = "a `LightningModule`, or a tuple of it, its data and a `Trainer`"
 _USAGE = """usage: lightning-cudagraph doctor [--json] --config FILE ...
@@ -48,7 +48,7 @@ _USAGE = """usage: lightning-cudagraph doctor [--json] --config FILE ...
 Run a few training steps, and list all that keeps them from being captured. Arguments such as
 --config are those of `lightning-cudagraph fit`. A function returns a LightningModule, or a tuple of
 it, its dataloader or datamodule, and a Trainer. The exit status is 0 if the step was captured, 1
-if not, 2 if it could not be examined, and 130 if that was interrupted."""
+if not, 2 if it could not be examined, and 130 or 143 if Ctrl-C or a SIGTERM interrupted that."""
 
 
 def main(args: ArgsType = None) -> None:
@@ -60,8 +60,8 @@ def main(args: ArgsType = None) -> None:
     Raises:
         ModuleNotFoundError: if `jsonargparse`, which LightningCLI needs, is missing or too old.
         SystemExit: from `doctor`, with status 1 if the step was not captured, 2 if it could not be
-            examined: for wrong arguments, no batches, or an exception of the script; 130 if the
-            examination was interrupted.
+            examined: for wrong arguments, no batches, or an exception of the script; 130 or 143 if
+            Ctrl-C or a SIGTERM interrupted the examination.
     """
     # A console script starts with its own folder first on the path, not with the user's project.
     sys.path.insert(0, os.getcwd())
@@ -106,22 +106,24 @@ def _doctor(args: list[str]) -> int:
         print(f"{_USAGE}\n\n{wrong}: `{args[0].partition(':')[0]}:make`, say.", file=sys.stderr)
         return 2
     remedy = "Make module, data and trainer without the doctor, and mend what is raised there."
+    is_made = False
     try:
         with redirect_stdout(_as_stdout(sys.stderr)):  # what the steps print is not part of the report
             module, data, trainer = (
                 _of_config(args) if args[0].startswith("-") else _of_function(args[0])
             )
+            is_made = True
             remedy = "Mend it where a `fit` without the callback raises it too; else please report it."
             found = [] if trainer is None else callbacks_of(trainer)
             ours = (callback for callback in found if isinstance(callback, CUDAGraphCallback))
             report = (next(ours, None) or CUDAGraphCallback()).check(module, data, trainer)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SIGTERMException) as error:
         print("The examination was interrupted: there is no report.", file=sys.stderr)
-        return _INTERRUPTED
+        return 128 + (signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
     except (Exception, SystemExit) as error:
         # Python would end with status 1, which says that the step was examined; or with the script's.
         location = location_of(error)
-        is_of_script = location is not None and not is_installed(location.path)
+        is_of_script = is_made or (location is not None and not is_installed(location.path))
         if isinstance(error, SystemExit) and args[0].startswith("-") and not is_of_script:
             raise  # of the parser, which has printed: `--print_config`
         where: object = location

@@ -52,7 +52,7 @@ def examine(
     """Run a few steps of a copy of a module, list what was found, and put back all else.
 
     Raises:
-        ConfigurationError: if there are no batches.
+        ConfigurationError: if the trainer runs no step.
         KeyboardInterrupt: if it is interrupted.
         Exception: of the user's code, with a traceback of the user's frames.
     """
@@ -133,16 +133,18 @@ def _fit(
     named = "datamodule" if isinstance(batches, pl.LightningDataModule) else "train_dataloaders"
     copied, shared = copy_of(module)
     saved.keep(shared)
+    progress = trainer.fit_loop.epoch_loop.batch_progress.total
+    before = progress.ready
     try:
         trainer.fit(copied, **{named: batches})
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):  # Lightning ends the process, with 1
             raise ended.__context__ from None
         raise
-    if not trainer.fit_loop.epoch_loop.batch_progress.total.ready:
+    if progress.ready == before:
         raise ConfigurationError(
-            "The training loader has no batches: expected one or more, and no"
-            " `Trainer(limit_train_batches=0)`."
+            "The trainer ran no step: expected a training loader with batches, and a `Trainer` whose"
+            " arguments, callbacks and earlier steps let it train."
         )
 
 
@@ -155,6 +157,7 @@ class _SavedStates(Callback):
     def __init__(self, given: Any) -> None:
         self._given = [] if given is None else [SavedState(given, _name_of(given))]
         self._made: list[SavedState] = []
+        self._steps_before = 0
         self.notes: tuple[str, ...] = ()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -169,6 +172,14 @@ class _SavedStates(Callback):
             return made
 
         source.train_dataloader = noted  # type: ignore[method-assign]
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._steps_before = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End with an epoch without batches: epochs of an iterable that is used up would never end."""
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready == self._steps_before:
+            trainer.should_stop = True
 
     def keep(self, shared: list[Any]) -> None:
         """Record values, to be put back."""
