@@ -878,7 +878,7 @@ def yields_nothing() -> Any:
 
 
 def has_trained_before() -> Any:
-    trainer = _trainer("cpu", limit_val_batches=0)
+    trainer = _trainer("cpu")
     trainer.fit_loop.max_epochs = 1
     trainer.fit(make(Kept), loader())
     return make(Kept), DataLoader([], batch_size=2), trainer  # type: ignore[arg-type]
@@ -953,6 +953,7 @@ def test_what_the_parser_prints_is_no_exit_of_the_script(
     assert "could not be examined" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 @pytest.mark.filterwarnings("ignore:Total length of `")
 @pytest.mark.parametrize(
     ("function", "words"),
