@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from argparse import ArgumentError
+from argparse import ArgumentError, ArgumentParser
 from contextlib import redirect_stdout
 from importlib import import_module
 from inspect import isfunction
@@ -21,7 +21,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.lines.shown_frames import shows_all_frames
-from lightning_cudagraph.device.lines.user_lines import is_installed, location_of
+from lightning_cudagraph.device.lines.user_lines import location_of
 from lightning_cudagraph.errors import ConfigurationError
 from lightning_cudagraph.trainer.callbacks.cuda_graph_callback import CUDAGraphCallback
 from lightning_cudagraph.trainer.config.support import callbacks_of
@@ -106,13 +106,11 @@ def _doctor(args: list[str]) -> int:
         print(f"{_USAGE}\n\n{wrong}: `{args[0].partition(':')[0]}:make`, say.", file=sys.stderr)
         return 2
     remedy = "Make module, data and trainer without the doctor, and mend what is raised there."
-    is_made = False
     try:
         with redirect_stdout(_as_stdout(sys.stderr)):  # what the steps print is not part of the report
             module, data, trainer = (
                 _of_config(args) if args[0].startswith("-") else _of_function(args[0])
             )
-            is_made = True
             remedy = "Mend it where a `fit` without the callback raises it too; else please report it."
             found = [] if trainer is None else callbacks_of(trainer)
             ours = (callback for callback in found if isinstance(callback, CUDAGraphCallback))
@@ -122,10 +120,9 @@ def _doctor(args: list[str]) -> int:
         return 128 + (signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
     except (Exception, SystemExit) as error:
         # Python would end with status 1, which says that the step was examined; or with the script's.
+        if _is_of_parser(error):
+            raise  # it has printed what it was asked for, as by `--print_config`
         location = location_of(error)
-        is_of_script = is_made or (location is not None and not is_installed(location.path))
-        if isinstance(error, SystemExit) and args[0].startswith("-") and not is_of_script:
-            raise  # of the parser, which has printed: `--print_config`
         where: object = location
         if isinstance(error, (ArgumentError, _WrongFunction)):
             where = f"the arguments `{' '.join(args)}`"
@@ -139,6 +136,12 @@ def _doctor(args: list[str]) -> int:
         return 2
     _show(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
     return 0 if report.is_captured else 1
+
+
+def _is_of_parser(error: BaseException) -> bool:
+    """True for an exit of an argument parser, and not of the script."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, SystemExit) and frame.f_code is ArgumentParser.exit.__code__
 
 
 class _AsStdout(TextIOWrapper):
