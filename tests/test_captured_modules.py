@@ -25,6 +25,7 @@ from torchmetrics import MeanMetric
 
 from lightning_cudagraph import ConfigurationError, CUDAGraphCallback, UnsupportedError
 from lightning_cudagraph.checks.guards.guards import Guards
+from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
 from tests.harness import Net, Trace, assert_same, loader, make, train
 
@@ -829,6 +830,26 @@ def test_an_error_of_the_module_is_its_own(tmp_path: Path, accelerator: str) -> 
     run = runs(tmp_path, Raises, ["head"], accelerator, raises=ValueError)
     assert run.module is not None
     assert "forward" not in vars(run.module.head)
+
+
+class RaisesInCaptures(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if is_capturing():
+            raise ValueError("not in here")
+        return super().forward(x)
+
+
+def test_an_error_that_only_a_capture_raises_has_its_line(tmp_path: Path, accelerator: str) -> None:
+    def build() -> Dynamic:
+        net = Dynamic()
+        net.head = RaisesInCaptures(24, 4)
+        return net
+
+    match = r"(?s)in the capture: not in here; eagerly it did not\.\s+found at .*_modules.py:"
+    with pytest.raises(UnsupportedError, match=match):
+        runs(tmp_path / "raise", build, ["head"], accelerator)
+    run = runs(tmp_path / "eager", build, ["head"], accelerator, on_unsupported="eager")
+    assert "not in here" in note(run, "head")
 
 
 class Kept(Dynamic):

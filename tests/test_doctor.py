@@ -594,6 +594,39 @@ def test_steps_of_loops_name_all_too(accelerator: str) -> None:
     assert model.weight.grad is None
 
 
+def test_a_graphed_step_names_what_ended_the_search_by_number(accelerator: str) -> None:
+    model, batches = nn.Linear(4, 1), torch.ones(8, 2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        print("a step")
+        optimizer.param_groups[0]["lr"] *= 0.9
+        loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    if accelerator == "gpu":
+        model, batches = model.cuda(), batches.cuda()
+    with GraphedStep(step, model, optimizer) as graph, pytest.raises(CaptureError) as caught:
+        [*map(graph, batches)]
+    told = str(caught.value)
+    assert "The search ended early, so there can be more, behind number 2.\n" in told
+    assert told.count("sets or changes `param_groups[0]['lr']`") == 1
+
+
+def test_what_raises_behind_a_finding_ends_the_search_with_its_line(accelerator: str) -> None:
+    class Writes(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            print("a step")
+            self.line = json.dumps({"step": batch_idx})
+            return super().training_step(batch, batch_idx)
+
+    report = CUDAGraphCallback().check(make(Writes), loader(), _trainer(accelerator))
+    assert re.match(r"TypeError: .*, at .*test_doctor\.py:\d+ \(`self\.line = ", report.search_ended_by)
+
+
 def test_what_cannot_be_gone_on_behind_ends_the_search(accelerator: str) -> None:
     class Draws(Net):
         def __init__(self) -> None:
@@ -859,6 +892,10 @@ def exits_in_its_step() -> Any:
     return make(Exits), loader(), _trainer("cpu")
 
 
+def passes_a_wrong_argument() -> Any:
+    return make(Kept), loader(), _trainer("cpu", callbacks=CUDAGraphCallback(max_graphs=0))
+
+
 def has_no_batches() -> Any:
     return make(Kept), DataLoader([], batch_size=2), _trainer("cpu")  # type: ignore[arg-type]
 
@@ -961,6 +998,7 @@ def test_what_the_parser_prints_is_no_exit_of_the_script(
         ("tests.test_doctor:raises_in_its_step", "ZeroDivisionError: a bug of the script"),
         ("tests.test_doctor:exits", "SystemExit: 3"),
         ("tests.test_doctor:exits_in_its_step", "SystemExit: 0"),
+        ("tests.test_doctor:passes_a_wrong_argument", "`CUDAGraphCallback(max_graphs=0)`: expected"),
         ("tests.test_doctor:has_no_batches", "The trainer ran no step: expected a training loader with"),
         ("tests.test_doctor:yields_nothing", "The trainer ran no step"),
         ("tests.test_doctor:has_trained_before", "The trainer ran no step"),
@@ -991,7 +1029,7 @@ def test_a_script_with_a_bug_has_a_status_of_its_own(
     assert told.out == ""
     what, where, remedy = told.err.splitlines()[-3:]
     assert words in what
-    is_of_script = "ZeroDivisionError" in what or "SystemExit" in what
+    is_of_script = any(each in what for each in ("ZeroDivisionError", "SystemExit", "max_graphs=0"))
     assert is_of_script == (f"{HERE}:" in where)
     assert (where == f"  found at the arguments `{function}`") != is_of_script
     assert remedy.startswith("  Remedy: ")

@@ -691,6 +691,23 @@ def test_functions_in_the_place_of_methods(tmp_path: Path, accelerator: str, nam
     assert graph.counts.captures == 1
 
 
+class ReplacesZeroGrad(Net):
+    def __init__(self, by: Any) -> None:
+        super().__init__()
+        self.by = by
+
+    def on_train_start(self) -> None:
+        (optimizer,) = self.trainer.optimizers
+        optimizer.zero_grad = self.by(optimizer.zero_grad)
+
+
+@pytest.mark.spread
+@pytest.mark.parametrize("by", [_mock, partial, _Calls, _wrapped])
+def test_a_zero_grad_in_the_place_of_torchs(tmp_path: Path, accelerator: str, by: Any) -> None:
+    with pytest.raises(UnsupportedError, match="AdamW` has a `zero_grad` of its own"):
+        train(make(lambda: ReplacesZeroGrad(by)), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
 @lru_cache
 def _cached(number: int) -> float:
     return 1.0 + number

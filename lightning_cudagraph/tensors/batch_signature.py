@@ -249,22 +249,28 @@ class Signature:
         """Describe the first difference of `other` from this one: the leaf, expected and found."""
         if self._key[0] != other._key[0]:
             return self._other_containers(other)
-        for (path, mine), (_, theirs) in zip(self._described(), other._described(), strict=True):
-            if mine != theirs:
-                if len(mine) > 2 and mine[:-1] == theirs[:-1]:
-                    one, other_one = self._same_as(mine, path), self._same_as(theirs, path)
-                    return f"`{path}` changed: expected {one}, found {other_one}"
-                where = "" if self.reads is None else self.reads.described(path)
-                return f"`{path}`{where} changed: expected {_in_words(mine)}, found {_in_words(theirs)}"
-        return "nothing changed"
+        if (first := self._first_difference(other)) is None:
+            return "nothing changed"
+        path, mine, theirs = first
+        if len(mine) > 2 and mine[:-1] == theirs[:-1]:
+            one, other_one = self._same_as(mine, path), self._same_as(theirs, path)
+            return f"`{path}` changed: expected {one}, found {other_one}"
+        where = "" if self.reads is None else self.reads.described(path)
+        return f"`{path}`{where} changed: expected {_in_words(mine)}, found {_in_words(theirs)}"
 
     def line_of_difference(self, other: Signature) -> Location | None:
         """The line that reads the first difference of `other` from this one, if it is a value."""
         if self.reads is None or self._key[0] != other._key[0]:
             return None
-        pairs = zip(self._described(), other._described(), strict=True)
-        first = next((path for (path, mine), (_, theirs) in pairs if mine != theirs), "")
-        return self.reads.line_of(first)
+        first = self._first_difference(other)
+        return None if first is None else self.reads.line_of(first[0])
+
+    def _first_difference(self, other: Signature) -> tuple[str, Any, Any] | None:
+        """The first leaf that differs in equal containers: its path, what is expected, and found."""
+        for (path, mine), (_, theirs) in zip(self._described(), other._described(), strict=True):
+            if mine != theirs:
+                return path, mine, theirs
+        return None
 
     def remedy(self, other: Signature) -> str:
         """One thing to do about the first difference of `other` from this one."""
