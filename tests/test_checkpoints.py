@@ -164,6 +164,65 @@ def test_a_state_loaded_in_the_middle_of_a_run(tmp_path: Path, accelerator: str,
     assert graph.counts.recaptures == ("a state was loaded into the optimizer",)
 
 
+class KeepsTheState(Net):
+    """Keeps a `state_dict` of the optimizer, which is live, and uses it later."""
+
+    def __init__(self, form: str, use: Callable[[O.Optimizer, Any], None], is_loaded: bool) -> None:
+        super().__init__(FORMS[form])
+        self.use, self.is_loaded = use, is_loaded
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if self.global_step == 6 and self.is_loaded:
+            # On a GPU, this puts `mu_product` of NAdam there.
+            optimizer.load_state_dict(torch.utils._pytree.tree_map(_copied, optimizer.state_dict()))
+        if self.global_step == 8:
+            kept = self.kept = optimizer.state_dict()
+            live = [optimizer.state[parameter] for parameter in self.parameters()]
+            same = [kept["state"][index] is state for index, state in enumerate(live)]
+            self.seen.append(same)
+        if self.global_step == 13:
+            self.use(optimizer, self.kept)
+        if self.global_step >= 8:
+            self.seen.append([float(state["step"]) for state in self.kept["state"].values()])
+
+
+def _write(optimizer: O.Optimizer, kept: Any) -> None:
+    for state in kept["state"].values():
+        state["step"].fill_(2.0)
+
+
+def _bind(optimizer: O.Optimizer, kept: Any) -> None:
+    kept["state"][0]["step"] = torch.full_like(kept["state"][0]["step"], 3.0)
+
+
+USES: dict[str, Callable[[O.Optimizer, Any], None]] = {
+    "loads": lambda optimizer, kept: optimizer.load_state_dict(kept),
+    "writes": _write,
+    "binds": _bind,
+}
+
+
+@pytest.mark.spread(5)
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["", "loaded"])
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("form", ["AdamW-fused", "AdamW-foreach", "NAdam"])
+def test_a_kept_state_dict_is_live(
+    tmp_path: Path, accelerator: str, form: str, use: str, is_loaded: bool
+) -> None:
+    def run(folder: str, callback: CUDAGraphCallback | None = None) -> Trace:
+        module = make(lambda: KeepsTheState(form, USES[use], is_loaded))
+        return train(module, tmp_path / folder, callback, accelerator=accelerator)
+
+    plain, graph = run("plain"), run("graph", CUDAGraphCallback())
+    assert_same(plain, graph)
+    assert graph.counts.replayed >= 8
+    assert isinstance(plain.module, KeepsTheState)
+    assert isinstance(graph.module, KeepsTheState)
+    assert plain.module.seen == graph.module.seen
+
+
 def _averaging(name: str) -> pl.Callback:
     if name == "EMA":
         return EMAWeightAveraging(decay=0.9)

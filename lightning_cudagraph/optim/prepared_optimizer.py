@@ -89,8 +89,9 @@ class PreparedOptimizer(EagerOptimizer):
     def _registered_hooks(self) -> list[RemovableHandle]:
         optimizer, registered = self.optimizer, []
         try:
-            hook = optimizer.register_state_dict_post_hook(OwnHook(self._as_the_user_has_it))
+            hook = optimizer.register_state_dict_post_hook(OwnHook(self._before_read))
             registered.append(hook)
+            registered.append(optimizer.register_load_state_dict_pre_hook(OwnHook(self._before_load)))
             registered.append(optimizer.register_load_state_dict_post_hook(OwnHook(self._after_load)))
         except (AttributeError, TypeError) as error:
             for hook in registered:
@@ -125,17 +126,13 @@ class PreparedOptimizer(EagerOptimizer):
         ):
             self._prepare_groups()
 
-    def _as_the_user_has_it(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """The `state_dict` without this package's changes: each tensor with memory of its own."""
+    def _before_read(self, optimizer: Optimizer, _: dict[str, Any]) -> None:
+        """Bring the state in host memory up to date. A `state_dict` is live, as without this package."""
         self.outcomes.settle()
-        copies = self._tensors.copies()
-        states = {
-            index: {name: copies.get(id(value), value) for name, value in state.items()}
-            if isinstance(state, dict)
-            else state
-            for index, state in saved["state"].items()
-        }
-        return {**saved, "state": states}
+
+    def _before_load(self, optimizer: Optimizer, _: dict[str, Any]) -> None:
+        self.outcomes.settle()
+        self._tensors.update_moved()  # the state to load may have them
 
     def _after_load(self, optimizer: Optimizer) -> None:
         self._prepare_groups()

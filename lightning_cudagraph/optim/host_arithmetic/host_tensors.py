@@ -121,13 +121,12 @@ class HostTensors:
                     self._brought.append((state, name, value))
                     state[name] = value.cpu()
 
-    def copies(self) -> dict[int, Tensor]:
-        """Copies of the tensors that were `found`, on the devices where they were, by their ids."""
-        devices = {id(state.get(name)): users.device for state, name, users in self._brought}
-        return {
-            id(tensor): tensor.to(devices.get(id(tensor), tensor.device), copy=True)
-            for _, tensor in self.found()
-        }
+    def update_moved(self) -> None:
+        """Write the values of state that `bring` has moved into the tensors that it was moved from."""
+        with hidden_from_modes():
+            for state, name, users in self._brought:
+                if name in state:
+                    users.copy_(state[name])
 
     def gather(self) -> None:
         """Group equal tensors into contiguous memory, unless the groups still hold."""
@@ -166,9 +165,10 @@ class HostTensors:
             for alike in self.alike:
                 for member in alike.members:
                     member.set_(member.clone().untyped_storage(), 0, (), ())
+            self.update_moved()
             for state, name, users in self._brought:
                 if name in state:
-                    state[name] = users.copy_(state[name])
+                    state[name] = users
         self.alike = []
         self._brought = []
 
