@@ -611,6 +611,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 def test_what_no_graph_can_hold_is_eager(tmp_path: Path, accelerator: str) -> None:
     run = runs(tmp_path, Writes, [*REFUSED, "features"], accelerator, on_unsupported="eager")
     for name, reason in REFUSED.items():
@@ -1232,6 +1233,7 @@ def test_modules_of_a_run_that_captures_no_whole_steps(tmp_path: Path, accelerat
     assert "whole steps are not captured: " in str(run.summary)
 
 
+@pytest.mark.long
 def test_modules_of_which_whole_steps_have_no_need(tmp_path: Path, accelerator: str) -> None:
     run = widest(tmp_path, Net, accelerator)
     assert (run.counts.captures, run.counts.replayed) == (1, FULL - WARMUP)

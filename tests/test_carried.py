@@ -334,6 +334,7 @@ def test_nothing_to_carry() -> None:
     assert torch.equal(module.mean, kept + 1)
 
 
+@pytest.mark.long
 def test_batches_of_another_form_in_between(tmp_path: Path, accelerator: str) -> None:
     """Eager steps take over the state that replays have left, and the other way round."""
     plain = train(
@@ -375,6 +376,7 @@ class CountsInValidation(MovingMean):
         self.log("val_loss", nn.functional.cross_entropy(logits, y))
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("inference_mode", [False, True])
 def test_in_validation(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:

@@ -85,6 +85,7 @@ def test_just_the_steps_that_are_due(
         assert steps(accumulator, tag) == [step for step in range(3, 56) if step % n == n - 1]
 
 
+@pytest.mark.long
 @pytest.mark.spread(2, first=1)
 @both_turns
 @pytest.mark.parametrize("n", [1, 2])
@@ -214,6 +215,7 @@ def test_gap_and_copy(tmp_path: Path, accelerator: str, readings: list[Reading],
     assert steps(accumulator, "step_ms/gap") == expected
 
 
+@pytest.mark.long
 def test_gap_when_hooks_see_the_batches(
     tmp_path: Path, accelerator: str, readings: list[Reading]
 ) -> None:
@@ -247,6 +249,7 @@ def test_scope_behind(tmp_path: Path, accelerator: str, readings: list[Reading])
     assert any("step_ms/gap" in reading.layout.tags for reading in readings)
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])

@@ -364,11 +364,12 @@ class Changes(Callback):
             found[0](pl_module)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
         {6: CHANGES[0], 12: CHANGES[3]},
-        pytest.param({6: CHANGES[1], 12: CHANGES[2]}, marks=pytest.mark.long),
+        {6: CHANGES[1], 12: CHANGES[2]},
     ],
     ids=["attribute, frozen", "global, mode"],
 )

@@ -157,6 +157,7 @@ def test_a_point_for_each_batch_of_a_window(
     assert set(of_batches) <= set(loss)
 
 
+@pytest.mark.long
 def test_two_fits_in_one_folder(tmp_path: Path, accelerator: str) -> None:
     for _ in range(2):
         logger = TensorBoardLogger(tmp_path, version=0)
@@ -275,6 +276,7 @@ def test_a_run_without_loggers(tmp_path: Path, accelerator: str, kwargs: Any) ->
     assert not list(tmp_path.rglob("events*"))
 
 
+@pytest.mark.long
 def test_a_run_with_a_tracker_and_a_csv(tmp_path: Path, accelerator: str) -> None:
     """The tracker gets medians; the file of rows is what it is without."""
 

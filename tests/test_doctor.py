@@ -382,6 +382,7 @@ class Hooks(Net):
         self.handle = self.head.register_forward_hook(lambda module, given, out: out * 0.5)
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize(
     ("cls", "what", "remedy"),
@@ -442,6 +443,7 @@ class KeepsMany(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.long
 def test_findings_of_one_line_are_one(accelerator: str) -> None:
     report = CUDAGraphCallback().check(make(KeepsMany), loader(), _trainer(accelerator))
     (finding,) = report.findings
@@ -557,6 +559,7 @@ class HelpsALittle(Helps):
         self.b *= 2
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(
     ("form", "lines"), [(Helps, ["self.count()"]), (HelpsWithABatch, 4), (HelpsALittle, 2)]
 )
@@ -1254,6 +1257,7 @@ def make_writing() -> Any:
     return make(WritesToStreams), loader(), _trainer("cpu")
 
 
+@pytest.mark.long
 def test_the_command_names_the_streams_of_a_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -714,6 +714,7 @@ class Iterates(Evaluated):
         self.log("val_loss", self(batch[0].to(self.device)).mean(), batch_size=len(batch[0]))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter", "ignore:lightning_cudagraph. all batches of")
 def test_steps_that_fetch(tmp_path: Path, accelerator: str) -> None:
     done = row(tmp_path, accelerator, Iterates, ours=lambda: evaluating(on_unsupported="eager"))

@@ -492,6 +492,7 @@ def test_a_registry_is_copied_with_its_blocks(work: Work) -> None:
     assert len(registry.elapsed_times()) == 2
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("timings", [None, LayerTimings()])
 def test_a_timer_in_a_step_of_the_callback(
     tmp_path: Path,

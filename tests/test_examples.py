@@ -168,6 +168,7 @@ def test_a_library_that_is_not_installed(
         importlib.import_module(f"examples.{name}")
 
 
+@pytest.mark.long
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_ppo(tmp_path: Path, accelerator: str, precision: Any) -> None:

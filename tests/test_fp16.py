@@ -269,6 +269,7 @@ def _restarts_later(optimizer: O.Optimizer) -> Any:
     return O.lr_scheduler.SequentialLR(optimizer, schedulers, [4])
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("schedule", [Restarts, _from_counters, _restarts_later])
 def test_a_schedule_finds_the_counters_of_its_step(
@@ -360,6 +361,7 @@ class Draws(Own):
         super().update(p, state, group)
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("kind", [Own, Averages, Draws])
 def test_optimizers_of_others(tmp_path: Path, accelerator: str, kind: Any) -> None:
@@ -393,6 +395,7 @@ def test_the_first_steps_overflow(tmp_path: Path, accelerator: str) -> None:
     assert graph.counts.recaptures == ()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_fused_sgd_does_not_use_buffers_that_nobody_wrote(tmp_path: Path, accelerator: str) -> None:
     """torch's own would, if the very first step overflows; so it is held against the foreach form."""
@@ -486,6 +489,7 @@ def test_a_refused_capture_leaves_the_scaler_alone(tmp_path: Path, accelerator: 
         assert graph.counts.captures == (0 if name == "eager" else 1)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_resumed_with_and_without(tmp_path: Path, accelerator: str) -> None:
     def build() -> Net:

@@ -252,6 +252,7 @@ _EAGER = ("a part of another", "other memory in each step, accumulated")
 _LAYOUT_CONTRACT = "ignore:grad and param do not obey:UserWarning"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(_LAYOUT_CONTRACT)
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("name", RUNS)

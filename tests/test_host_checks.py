@@ -250,6 +250,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("generated", [False, True])
 @pytest.mark.parametrize(
     "dtypes",

@@ -262,6 +262,7 @@ class FromOverrides(Net):
         self.log("after_step", self.head.weight.sum(), on_step=True, on_epoch=True, prog_bar=True)
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
@@ -445,6 +446,7 @@ _CHANGING: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("cls", _CHANGING, ids=lambda cls: cls.__name__)
 def test_a_number_that_changes(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:

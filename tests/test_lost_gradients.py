@@ -181,6 +181,7 @@ REFUSED: dict[type[Net], str] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_is_refused_or_eager(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     with pytest.raises(UnsupportedError, match=f"(?s){REFUSED[cls]}"):
@@ -195,6 +196,7 @@ def test_is_refused_or_eager(tmp_path: Path, accelerator: str, cls: type[Net]) -
 CAPTURED = [KeepsItsNorm, AsksForAGradient, LeavesOfOneStep, DropsThemItself]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("cls", CAPTURED, ids=lambda cls: cls.__name__)
 def test_is_captured(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     plain = train(make(cls), tmp_path / "plain", accelerator=accelerator)

@@ -492,6 +492,7 @@ class Validates(GAN):
         self.log("score", self.critic(batch[0]).mean())
 
 
+@pytest.mark.long
 def test_validation_and_resuming(tmp_path: Path, accelerator: str) -> None:
     """A run with graphs goes on from the checkpoint of one without, and the other way round."""
 

@@ -351,6 +351,7 @@ def test_refused(
     assert re.fullmatch(rf"{remedy} See docs/recipes/{recipe}\.md\.", caught.value.remedy)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("what", ["the number", "the loss", "a text"])
 def test_printed(tmp_path: Path, accelerator: str, what: str) -> None:
     """Of a line that prints, the print is refused, not what it reads, with which it can be allowed."""

@@ -574,6 +574,7 @@ class Summing:
         return GraphedStep(self, modules=self.nets, optimizers=self.optimizer, **options)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("others", [frozenset(range(3)), frozenset(range(0, 48, 5))])
 @pytest.mark.parametrize("options", [{"verify": None}, {"on_unsupported": "eager"}, {}])
 def test_a_warm_up_that_drops_what_the_capture_adds_to(
@@ -605,6 +606,7 @@ class SummingBehindNames(Summing):
         return self.train(x)
 
 
+@pytest.mark.long
 def test_warm_ups_that_never_agree_with_the_capture(accelerator: str) -> None:
     """Each capture adds to a gradient that the steps of its own warm-up have dropped."""
     train = SummingBehindNames(accelerator)

@@ -158,6 +158,7 @@ def test_graphs_that_serve_few_replays_are_exchanged_no_more(
     assert run.counts.eager_steps == 4 * TO_EARN + 4 * 14
 
 
+@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
@@ -254,6 +255,7 @@ class Quiet(Reader):
         return y * y.detach().sum().item() if x.shape[1] > 8 else y
 
 
+@pytest.mark.long
 def test_a_later_length_that_cannot_be_captured(tmp_path: Path, accelerator: str) -> None:
     """It stays eager, with the reason; the first one goes on with its graph."""
     lengths = [5] * 6 + [5, 9] * 16

@@ -196,6 +196,7 @@ def test_more_shapes_than_graphs(accelerator: str) -> None:
     assert step.summary.calls.eager[reason] == 7
 
 
+@pytest.mark.long
 def test_the_least_recently_used_is_released(accelerator: str) -> None:
     """Sizes that come later take the place of those that come no more."""
 

@@ -262,6 +262,7 @@ def test_a_trial_leaves_version_counters_alone() -> None:
         assert "captured on" in str(graphed.summary)
 
 
+@pytest.mark.long
 def test_without_memory_for_two_graphs_the_first_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +286,7 @@ def test_without_memory_for_two_graphs_the_first_is_released(
 _MIB = 1 << 20
 
 
+@pytest.mark.long
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("of", ["workspaces", "graphs"])
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ def test_an_eager_run_shows_the_same(tmp_path: Path, accelerator: str) -> None:
     assert_nests(json.loads(next(tmp_path.rglob("layer_trace.json")).read_text()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("graphed", [False, True])
 def test_the_trace_of_a_run_whose_logger_has_a_path(
     tmp_path: Path, accelerator: str, graphed: bool

@@ -271,6 +271,7 @@ def test_a_method_with_the_name_of_a_lists(tmp_path: Path, accelerator: str) -> 
         train(make(Hashes), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
 
 
+@pytest.mark.long
 def test_a_use_in_a_hook_on_the_host(tmp_path: Path, accelerator: str) -> None:
     def build() -> CountsInADatabase:
         module = CountsInADatabase()

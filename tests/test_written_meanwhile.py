@@ -87,6 +87,7 @@ HELD: dict[str, tuple[Any, Callable[[Any, int], object]]] = {
 }
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("name", HELD)
 def test_another_thread_writes_while_a_walk_reads(name: str) -> None:
     held, write = HELD[name]

@@ -20,6 +20,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+# A capture imports these, which would take each fork a third of a second.
+import torch._dynamo.backends.common
+import torch._dynamo.backends.debugging  # noqa: F401
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from tests.distributed import worker

@@ -42,8 +42,7 @@ class Routed(Dynamic):
 def _same(here: Here, build: Any, modules: list[str], **kwargs: Any) -> None:
     callback = CUDAGraphCallback(scope="modules", modules=modules)
     runs = [
-        here.train(name, each, build, max_epochs=4, **kwargs)
-        for name, each in (("plain", None), ("graph", callback))
+        here.train(name, each, build, **kwargs) for name, each in (("plain", None), ("graph", callback))
     ]
     assert_same(*runs)
     assert runs[1].counts.replayed >= 10, runs[1].counts
@@ -51,18 +50,18 @@ def _same(here: Here, build: Any, modules: list[str], **kwargs: Any) -> None:
 
 def same_parts(here: Here) -> None:
     """Buffers are broadcast, and each process has graphs of its own."""
-    _same(here, Dynamic, ["features", "head"])
+    _same(here, Dynamic, ["features", "head"], max_epochs=4)
 
 
 def same_parts_accumulated_in_buckets(here: Here) -> None:
     """Gradients are views of buckets, and are averaged in every other step."""
     wrapper = {"gradient_as_bucket_view": True, **BUCKETS}
     kwargs = {"accumulate_grad_batches": 2, "train_loader": loader(batches=20)}
-    _same(here, Dynamic, ["features"], wrapper=wrapper, **kwargs)
+    _same(here, Dynamic, ["features"], max_epochs=4, wrapper=wrapper, **kwargs)
 
 
 def experts_that_get_no_samples(here: Here) -> None:
     """The wrapper looks for parameters without gradients in the autograd graph, and finds the same."""
     modules = ["features", "experts.0", "experts.1", "experts.2", "pair"]
     wrapper = {"find_unused_parameters": True}
-    _same(here, Routed, modules, wrapper=wrapper, train_loader=loader(batches=20))
+    _same(here, Routed, modules, max_epochs=2, wrapper=wrapper, train_loader=loader(batches=20))
