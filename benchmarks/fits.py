@@ -114,24 +114,27 @@ class _Turns:
         # fit is its start, the last one its end.
         between = [names if number % 2 == 0 else names[::-1] for number in range(rounds)]
         self._schedule = [name for order in (names, *between, names) for name in order]
-        self._condition = threading.Condition()
+        # Each fit waits for a lock of its own. Nothing in them changes while another fit runs, which
+        # would take a change for an effect of its step.
+        self._locks = {name: threading.Lock() for name in names}
+        for name in names[1:]:
+            self._locks[name].acquire()
         self._random = {name: _Random() for name in names}
 
     def take(self, name: str) -> None:
         """Wait until it is the turn of `name`."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._schedule[:1] == [name])
+        self._locks[name].acquire()
         self._random[name].go_on()
 
     def pass_on(self, name: str, for_good: bool = False) -> None:
         """End the turn of `name`."""
         if not for_good:
             self._random[name].keep()
-        with self._condition:
-            del self._schedule[0]
-            if for_good:
-                self._schedule = [other for other in self._schedule if other != name]
-            self._condition.notify_all()
+        del self._schedule[0]
+        if for_good:
+            self._schedule = [other for other in self._schedule if other != name]
+        if self._schedule:
+            self._locks[self._schedule[0]].release()
 
 
 class BlockedBatches:
