@@ -165,27 +165,37 @@ def test_a_state_loaded_in_the_middle_of_a_run(tmp_path: Path, accelerator: str,
 
 
 class KeepsTheState(Net):
-    """Keeps a `state_dict` of the optimizer, which is live, and uses it later."""
+    """Keeps a `state_dict` of the optimizer, which is live, and other tensors in its memory."""
 
-    def __init__(self, form: str, use: Callable[[O.Optimizer, Any], None], is_loaded: bool) -> None:
+    def __init__(self, form: str, use: str, is_loaded: bool) -> None:
         super().__init__(FORMS[form])
-        self.use, self.is_loaded = use, is_loaded
+        self.has_aliases, self.is_loaded = use.endswith("alias"), is_loaded
+        self.use = USES[use.partition(" ")[0]]
         self.seen: list[Any] = []
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         optimizer = self.trainer.optimizers[0]
+        if self.global_step == 2:
+            self.aliases = torch.utils._pytree.tree_map(_alias, optimizer.state_dict())
         if self.global_step == 6 and self.is_loaded:
             # On a GPU, this puts `mu_product` of NAdam there.
             optimizer.load_state_dict(torch.utils._pytree.tree_map(_copied, optimizer.state_dict()))
         if self.global_step == 8:
             kept = self.kept = optimizer.state_dict()
+            if self.is_loaded:
+                self.aliases = torch.utils._pytree.tree_map(_alias, kept)
             live = [optimizer.state[parameter] for parameter in self.parameters()]
             same = [kept["state"][index] is state for index, state in enumerate(live)]
             self.seen.append(same)
         if self.global_step == 13:
-            self.use(optimizer, self.kept)
+            self.use(optimizer, self.aliases if self.has_aliases else self.kept)
         if self.global_step >= 8:
-            self.seen.append([float(state["step"]) for state in self.kept["state"].values()])
+            for kept in (self.kept, self.aliases):
+                self.seen.append([float(state["step"]) for state in kept["state"].values()])
+
+
+def _alias(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _write(optimizer: O.Optimizer, kept: Any) -> None:
@@ -206,13 +216,13 @@ USES: dict[str, Callable[[O.Optimizer, Any], None]] = {
 
 @pytest.mark.spread(5)
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["", "loaded"])
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", [*USES, "loads an alias", "writes an alias"])
 @pytest.mark.parametrize("form", ["AdamW-fused", "AdamW-foreach", "NAdam"])
 def test_a_kept_state_dict_is_live(
     tmp_path: Path, accelerator: str, form: str, use: str, is_loaded: bool
 ) -> None:
     def run(folder: str, callback: CUDAGraphCallback | None = None) -> Trace:
-        module = make(lambda: KeepsTheState(form, USES[use], is_loaded))
+        module = make(lambda: KeepsTheState(form, use, is_loaded))
         return train(module, tmp_path / folder, callback, accelerator=accelerator)
 
     plain, graph = run("plain"), run("graph", CUDAGraphCallback())

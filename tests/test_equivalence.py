@@ -121,6 +121,7 @@ def test_optimizers_that_count_on_the_host(tmp_path: Path, accelerator: str, nam
             for key, value in state.items():
                 mine = ours[index][key]
                 assert (mine.device, mine.dtype, mine.shape) == (value.device, value.dtype, value.shape)
+                assert mine.untyped_storage().nbytes() == value.untyped_storage().nbytes()
 
 
 def test_several_groups_and_a_schedule_by_hand(tmp_path: Path, accelerator: str) -> None:

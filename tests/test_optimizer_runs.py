@@ -65,23 +65,36 @@ def test_same_bits(device: torch.device, form: str) -> None:
 
 
 def test_counters_go_on_after_a_load_and_after_the_graphs(device: torch.device) -> None:
-    """The counters are the user's own tensors, with memory of their own before and afterwards."""
+    """The counters are the user's own tensors, in memory that stays where it is."""
     run = Run("Adam", ("float32", "no clip", "constant"), device)
     replayed(run, backend_for(device))
     steps = [state["step"] for state in run.optimizer.state.values()]
     assert {step.item() for step in steps} == {float(len(run.gradients))}
-    assert len({step.untyped_storage().data_ptr() for step in steps}) == len(steps)
+    arrays = [step.numpy() for step in steps]
     prepared = PreparedOptimizer(run.optimizer, device, lambda _: None)
     prepared.check_state()
-    assert len({step.untyped_storage().data_ptr() for step in steps}) == 1
     live = run.optimizer.state_dict()
     saved = deepcopy(live)
     assert all(state["step"] is step for state, step in zip(live["state"].values(), steps, strict=True))
     steps[0].add_(1)  # by the user, who may
-    assert {state["step"].item() for state in saved["state"].values()} == {60.0}
     assert prepared.frozen_values()[-1] is False
     prepared.check_state()
+    assert prepared.frozen_values()[-1] is True
+    assert [float(array) for array in arrays[:2]] == [61.0, 60.0]
+    assert {state["step"].item() for state in saved["state"].values()} == {60.0}
+    prepared.restore()
     assert [step.item() for step in steps[:2]] == [61.0, 60.0]
+
+
+def test_a_counter_that_parameters_share_is_refused(device: torch.device) -> None:
+    run = Run("Adam", ("float32", "no clip", "constant"), device)
+    run.put_gradients(0)
+    run.step()
+    first, second, *_ = run.optimizer.state.values()
+    second["step"] = first["step"].detach()
+    prepared = PreparedOptimizer(run.optimizer, device, lambda _: None)
+    with pytest.raises(CaptureError, match="`Adam` counts in one tensor for several parameters"):
+        prepared.check_state()
     prepared.restore()
 
 
@@ -105,15 +118,16 @@ def test_a_parameter_without_a_gradient_is_not_counted(device: torch.device) -> 
         with prepared.step_arithmetic(capturing=True):
             run.step()
 
-    graph: Any = None
-    addresses: list[Any] = []
+    graphs: list[Any] = []
     for index in range(STEPS):
         _gradients_of(run, index)
         if index in (2, 3):
-            graph, _ = backend.capture(step)
-            addresses.append(prepared.addresses())
-        graph.replay() if index >= 2 else run.step()
-    assert addresses[0] != addresses[1] == prepared.addresses()
+            graphs.append(backend.capture(step)[0])
+            as_captured = prepared.frozen_values()[-1]
+            assert as_captured is True if index == 2 else as_captured != prepared.frozen_values()[-1]
+        graphs[-1].replay() if index >= 2 else run.step()
+    backend.release(graphs.pop(0))
+    assert prepared.frozen_values()[-1] is True
     counted = [state["step"].item() for state in run.optimizer.state.values()]
     assert counted == [STEPS, STEPS, 3, *[STEPS] * (len(counted) - 3)]
     assert not differences(plain.optimizer.state_dict(), run.optimizer.state_dict())

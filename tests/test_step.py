@@ -404,6 +404,39 @@ def test_sparse_tensors(accelerator: str, on_unsupported: Any) -> None:
         assert all(map(torch.equal, plain, run(True)))
 
 
+@pytest.mark.parametrize("on_unsupported", ["raise", "eager"])
+def test_optimizers_that_count_in_one_tensor(accelerator: str, on_unsupported: Any) -> None:
+    """`load_state_dict` keeps the counters that it is given: those of the other optimizer."""
+    device = device_of(accelerator)
+
+    def run(backend: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        net = nn.Linear(6, 6).to(device)
+        one, other = (torch.optim.Adam(net.parameters(), lr=rate) for rate in (0.1, 0.01))
+
+        def step(x: Tensor) -> Tensor:
+            one.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            one.step()
+            other.step()
+            return loss
+
+        step(torch.ones(5, 6, device=device))
+        other.load_state_dict(one.state_dict())
+        graph = GraphedStep(step, net, (one, other), backend=backend, on_unsupported=on_unsupported)
+        with graph:
+            losses = [graph(torch.full((5, 6), float(i), device=device)).clone() for i in range(9)]
+        counters = [state["step"] for state in one.state.values()]
+        return [*losses, *counters, *net.state_dict().values()]
+
+    if on_unsupported == "raise":
+        with pytest.raises(CaptureError, match="Two optimizers of the step count in one tensor"):
+            run("auto")
+    else:
+        assert all(map(torch.equal, run("off"), run("auto")))
+
+
 @pytest.mark.spread
 @pytest.mark.parametrize("form", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
 def test_an_optimizer_that_steps_several_times(accelerator: str, form: Any) -> None:

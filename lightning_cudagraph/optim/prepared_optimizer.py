@@ -149,11 +149,17 @@ class PreparedOptimizer(EagerOptimizer):
         found[_AS_CAPTURED] = self._is_as_captured()
         return found
 
-    def _is_as_captured(self) -> bool:
-        """True if captured steps would take the same branches, and equal counters are still equal."""
+    def _is_as_captured(self) -> object:
+        """True if captured steps would take the same branches, and equal counters are still equal.
+
+        Unequal to any other value if there is a graph for which counters are equal that a later capture
+        has told apart.
+        """
         if not self._tensors.are_alike():
             return False
         programs = [program for reference in self._programs if (program := reference()) is not None]
+        if not all(self._tensors.are_of_now(program.groups) for program in programs):
+            return object()
         branching = [program for program in programs if program.decided]
         if not branching:
             return True
@@ -215,6 +221,10 @@ class PreparedOptimizer(EagerOptimizer):
                 "Use one of torch's own optimizers to have its step in the graph too.",
                 in_optimizer=True,
             )
+
+    def counters(self) -> list[int]:
+        """The addresses of the state in host memory that a captured step moves."""
+        return [place for alike in self._tensors.alike for place in alike.places]
 
     def state_tensors(self) -> dict[str, Tensor]:
         self.outcomes.settle()

@@ -166,6 +166,14 @@ class OptimizerSteps:
             raise _in_compiled_code(self._in_compiled_code[0])
         for prepared in self._prepared:
             prepared.check_state()
+        counters = [place for prepared in self._prepared for place in prepared.counters()]
+        if len({*counters}) < len(counters):
+            raise CaptureError(
+                "Two optimizers of the step count in one tensor: `load_state_dict` keeps the tensors"
+                " that it is given.",
+                "Load a deep copy: `optimizer.load_state_dict(copy.deepcopy(state))`.",
+                in_optimizer=True,
+            )
 
     @contextmanager
     def running(self, capturing: bool) -> Iterator[None]:

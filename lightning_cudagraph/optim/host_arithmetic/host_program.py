@@ -26,9 +26,15 @@ State = Mapping[Hashable, Any]
 
 
 class HostProgram:
-    """A graph of operations on numbers and tensors in host memory, without duplicates."""
+    """A graph of operations on numbers and tensors in host memory, without duplicates.
+
+    Attributes:
+        groups: groups of equal state, of which each run reads and moves some.
+        decided: branch conditions, with their outcomes.
+    """
 
     def __init__(self) -> None:
+        self.groups: list[Any] = []
         self._values: list[Any] = []
         self._nodes: dict[Hashable, int] = {}
         self._operations: list[tuple[int, Callable[..., Any], tuple[int, ...]]] = []

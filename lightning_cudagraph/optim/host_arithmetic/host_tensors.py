@@ -1,12 +1,12 @@
 """Optimizer state in host memory, mostly step counters.
 
-torch has one counter for each parameter, and most of them are equal. Equal ones get one contiguous piece
-of memory, so that a replay advances all of them at once. The tensor objects stay those of the optimizer.
+torch has one counter for each parameter, and most of them are equal. A replay computes the next value of
+equal ones once, and writes it into the memory of each, which stays where it is: user code may hold it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
+from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.optim.host_arithmetic.host_program import State
 
 
@@ -31,23 +32,20 @@ class Alike:
     """0-dim tensors that have had the same value so far.
 
     Attributes:
-        together: one tensor over the memory of all of them.
-        data: the memory of `together`, byte by byte.
+        places: addresses of their memory.
+        memories: that memory, as a memoryview of one number each.
     """
 
     name: str
-    together: Tensor
     members: list[Tensor]
-    data: memoryview
+    places: list[int]
+    memories: list[Any]
 
     @classmethod
     def of(cls, name: str, members: list[Tensor]) -> Alike:
-        """Give equal tensors contiguous memory."""
-        together = torch.stack([member.detach() for member in members])
-        for index, member in enumerate(members):
-            member.set_(together.untyped_storage(), index, (), ())
-        numbers: Any = together.numpy()
-        return cls(name, together, members, memoryview(numbers).cast("B"))
+        arrays: list[Any] = [member.detach().view(1).numpy() for member in members]
+        places = [member.data_ptr() for member in members]
+        return cls(name, members, places, [memoryview(array) for array in arrays])
 
     @property
     def key(self) -> tuple[str, int]:
@@ -55,16 +53,21 @@ class Alike:
         return ("state", id(self))
 
     def are_equal(self) -> bool:
-        size_bytes = self.together.element_size()
-        return self.data[size_bytes:] == self.data[:-size_bytes]
+        data, size_bytes = b"".join(self.memories), self.memories[0].nbytes
+        return data[size_bytes:] == data[:-size_bytes]
 
     def is_whole(self) -> bool:
         """True if no member was given other memory (`member.data = ...`)."""
-        places = [self.together[index].data_ptr() for index in range(len(self.members))]
-        return [member.data_ptr() for member in self.members] == places
+        return [member.data_ptr() for member in self.members] == self.places
 
     def read(self) -> Tensor:
-        return self.together[0].clone()
+        return self.members[0].detach().clone()
+
+    def write(self, value: Tensor) -> None:
+        # Not by an op, which would count as a write of the user's.
+        number = value.item()
+        for memory in self.memories:
+            memory[0] = number
 
 
 class HostTensors:
@@ -129,7 +132,11 @@ class HostTensors:
                     users.copy_(state[name])
 
     def gather(self) -> None:
-        """Group equal tensors into contiguous memory, unless the groups still hold."""
+        """Group equal tensors, unless the groups still hold.
+
+        Raises:
+            CaptureError: two parameters share one of them.
+        """
         by_value: dict[Any, list[Tensor]] = {}
         with hidden_from_modes():
             found = self.found()
@@ -137,6 +144,13 @@ class HostTensors:
             is_same = known == {id(tensor) for _, tensor in found} and self.are_alike()
             if is_same and all(alike.is_whole() for alike in self.alike):
                 return
+            if len({tensor.data_ptr() for _, tensor in found}) < len(found):
+                raise CaptureError(
+                    f"`{type(self._optimizer).__qualname__}` counts in one tensor for several"
+                    " parameters: a step counts in it once for each of them.",
+                    "Give each parameter state of its own: load a deep copy of a `state_dict`.",
+                    in_optimizer=True,
+                )
             for name, tensor in found:
                 by_value.setdefault((name, tensor.dtype, tensor.item()), []).append(tensor)
             self.alike = [Alike.of(name, members) for (name, _, _), members in by_value.items()]
@@ -150,6 +164,10 @@ class HostTensors:
         self.alike = [each for each in self.alike if each is not alike] + [*parts]
         return parts
 
+    def are_of_now(self, groups: Iterable[Alike]) -> bool:
+        """True if none of the groups was split or replaced since."""
+        return {id(alike) for alike in groups} <= {id(alike) for alike in self.alike}
+
     def are_alike(self) -> bool:
         return all(alike.are_equal() for alike in self.alike)
 
@@ -157,18 +175,14 @@ class HostTensors:
         """Give the tensors of some groups other values, by the keys of the groups."""
         for alike in self.alike:
             if alike.key in state:
-                alike.together.fill_(state[alike.key])
+                alike.write(state[alike.key])
 
     def let_go(self) -> None:
-        """Give each tensor memory of its own again, on the device where it was."""
-        with hidden_from_modes():
-            for alike in self.alike:
-                for member in alike.members:
-                    member.set_(member.clone().untyped_storage(), 0, (), ())
-            self.update_moved()
-            for state, name, users in self._brought:
-                if name in state:
-                    state[name] = users
+        """Move state that was brought to the host back to where it was."""
+        self.update_moved()
+        for state, name, users in self._brought:
+            if name in state:
+                state[name] = users
         self.alike = []
         self._brought = []
 

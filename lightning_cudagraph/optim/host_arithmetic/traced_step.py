@@ -300,6 +300,7 @@ class TracedStep(OwnFunctionMode):
             for alike in tensors.alike:
                 self._split(alike)
         moves[:] = [(each, node) for each in tensors.alike if (node := self._end_of(each)) is not None]
+        program.groups = [*tensors.alike]
         staged[:] = self._staged.nodes
         gate, outcomes = gate_of(self._optimizer), self._outcomes
         if self._is_registered and gate is not None and moves:
