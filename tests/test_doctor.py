@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from examples.gan import GAN, circle
-from lightning_cudagraph import CaptureError, CUDAGraphCallback, GraphedStep
+from lightning_cudagraph import CaptureError, ConfigurationError, CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.trainer.command.cli import main
 from tests.harness import Net, differences, loader, make, train
 from tests.test_examples import bert, char_gpt, digits, dlrm, image_classifier, ppo
@@ -929,11 +929,18 @@ def has_no_time() -> Any:
 
 
 def test_an_iterable_that_is_used_up_ends_the_steps(accelerator: str) -> None:
-    loader_of_few = DataLoader(Yields(8), batch_size=None)
+    # Of which the estimate takes some.
+    loader_of_few = DataLoader(Yields(8 if accelerator == "cpu" else 16), batch_size=None)
     trainer = _trainer(accelerator, max_time={"minutes": 5})
     report = CUDAGraphCallback().check(make(Kept), loader_of_few, trainer)
     assert report.is_captured, report
     assert report.replayed_steps < 8
+
+
+def test_an_iterable_that_the_estimate_uses_up(accelerator: str) -> None:
+    loader_of_few = DataLoader(Yields(2 if accelerator == "cpu" else 8), batch_size=None)
+    with pytest.raises(ConfigurationError, match="No batch is left for the check: the loader yields"):
+        CUDAGraphCallback().check(make(Kept), loader_of_few, _trainer(accelerator))
 
 
 def interrupts() -> Any:

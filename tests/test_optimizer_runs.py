@@ -86,6 +86,64 @@ def test_counters_go_on_after_a_load_and_after_the_graphs(device: torch.device) 
     assert [step.item() for step in steps[:2]] == [61.0, 60.0]
 
 
+def test_state_that_was_moved_to_the_host(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `state_dict` has it where the user has it, with the values of now, as a kept one has in a load.
+
+    On a GPU a load has put it there. On a CPU this test moves it to other memory instead.
+    """
+    cell = ("float32", "no clip", "constant")
+    plain, run, backend = Run("NAdam", cell, device), Run("NAdam", cell, device), backend_for(device)
+    prepared = PreparedOptimizer(run.optimizer, device, lambda _: None)
+    for index in range(3):
+        for each in (plain, run):
+            each.put_gradients(index)
+            each.step()
+    for each in (plain, run):
+        each.optimizer.load_state_dict(deepcopy(each.optimizer.state_dict()))
+    products = [state["mu_product"] for state in run.optimizer.state.values()]
+    if device.type == "cpu":
+        moved = [
+            (state, "mu_product", product)
+            for state, product in zip(run.optimizer.state.values(), products, strict=True)
+        ]
+        for state, name, product in moved:
+            state[name] = product.clone()
+        monkeypatch.setattr(prepared._tensors, "_brought", moved)
+    prepared.bring_state()
+    assert all(state["mu_product"].device.type == "cpu" for state in run.optimizer.state.values())
+
+    def step() -> None:
+        prepared.check_state()
+        with prepared.step_arithmetic(capturing=True):
+            run.step()
+
+    graph, _ = backend.capture(step)
+    for index in range(3, 9):
+        plain.put_gradients(index)
+        plain.step()
+        run.put_gradients(index)
+        graph.replay()
+    kept = run.optimizer.state_dict()
+    assert all(
+        state["mu_product"] is own for state, own in zip(kept["state"].values(), products, strict=True)
+    )
+    assert not differences(plain.optimizer.state_dict(), kept)
+    for index in range(9, 12):
+        plain.put_gradients(index)
+        plain.step()
+        run.put_gradients(index)
+        graph.replay()
+    backend.release(graph)
+    run.optimizer.load_state_dict(kept)  # which is live, so that nothing changes
+    assert not differences(plain.optimizer.state_dict(), run.optimizer.state_dict())
+    prepared.restore()
+    assert all(
+        state["mu_product"] is own
+        for state, own in zip(run.optimizer.state.values(), products, strict=True)
+    )
+    assert not differences(plain.optimizer.state_dict(), run.optimizer.state_dict())
+
+
 def test_a_counter_that_parameters_share_is_refused(device: torch.device) -> None:
     run = Run("Adam", ("float32", "no clip", "constant"), device)
     run.put_gradients(0)

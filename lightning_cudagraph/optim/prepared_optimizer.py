@@ -89,7 +89,7 @@ class PreparedOptimizer(EagerOptimizer):
     def _registered_hooks(self) -> list[RemovableHandle]:
         optimizer, registered = self.optimizer, []
         try:
-            hook = optimizer.register_state_dict_post_hook(OwnHook(self._before_read))
+            hook = optimizer.register_state_dict_post_hook(OwnHook(self._as_the_user_has_it))
             registered.append(hook)
             registered.append(optimizer.register_load_state_dict_pre_hook(OwnHook(self._before_load)))
             registered.append(optimizer.register_load_state_dict_post_hook(OwnHook(self._after_load)))
@@ -126,13 +126,23 @@ class PreparedOptimizer(EagerOptimizer):
         ):
             self._prepare_groups()
 
-    def _before_read(self, optimizer: Optimizer, _: dict[str, Any]) -> None:
-        """Bring the state in host memory up to date. A `state_dict` is live, as without this package."""
+    def _as_the_user_has_it(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any] | None:
+        """The `state_dict`, live as torch gives it, but for state that was moved to the host."""
         self.outcomes.settle()
+        moved = self._tensors.before_moves()
+        if not moved:
+            return None
+        states = {
+            index: {name: moved.get(id(value), value) for name, value in state.items()}
+            if isinstance(state, dict) and any(id(value) in moved for value in state.values())
+            else state
+            for index, state in saved["state"].items()
+        }
+        return {**saved, "state": states}
 
     def _before_load(self, optimizer: Optimizer, _: dict[str, Any]) -> None:
         self.outcomes.settle()
-        self._tensors.update_moved()  # the state to load may have them
+        self._tensors.before_moves()  # the state to load may have these tensors
 
     def _after_load(self, optimizer: Optimizer) -> None:
         self._prepare_groups()

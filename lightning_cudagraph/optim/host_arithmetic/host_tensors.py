@@ -124,12 +124,17 @@ class HostTensors:
                     self._brought.append((state, name, value))
                     state[name] = value.cpu()
 
-    def update_moved(self) -> None:
-        """Write the values of state that `bring` has moved into the tensors that it was moved from."""
+    def before_moves(self) -> dict[int, Tensor]:
+        """The user's tensors in place of which `bring` has put others, by the ids of these.
+
+        They get the values of now: nothing writes them while graphs are replayed.
+        """
         with hidden_from_modes():
-            for state, name, users in self._brought:
-                if name in state:
-                    users.copy_(state[name])
+            return {
+                id(state[name]): users.copy_(state[name])
+                for state, name, users in self._brought
+                if name in state
+            }
 
     def gather(self) -> None:
         """Group equal tensors, unless the groups still hold.
@@ -179,7 +184,7 @@ class HostTensors:
 
     def let_go(self) -> None:
         """Move state that was brought to the host back to where it was."""
-        self.update_moved()
+        self.before_moves()
         for state, name, users in self._brought:
             if name in state:
                 state[name] = users

@@ -81,7 +81,7 @@ def _examine(
     with _quiet(), isolate_rng(), _SavedStates(batches) as saved:
         meter = _measured(trainer, module, batches, saved, folder)
         try:
-            _fit(trainer, saved, callback, module, batches, _STEPS)
+            _fit(trainer, saved, callback, module, batches, _STEPS, meter.has_run)
         except UnsupportedError as error:
             found = error.findings
             is_of_setting = not callback.summary.fit.warmed_up  # it was raised before the first step
@@ -126,6 +126,7 @@ def _fit(
     module: pl.LightningModule,
     batches: Any,
     steps: int,
+    is_after_estimate: bool = False,
 ) -> None:
     """Let a trainer take a few steps with a copy of a module."""
     trainer.callbacks = [saved, callback, *callbacks_of(trainer)]  # type: ignore[attr-defined]
@@ -142,6 +143,11 @@ def _fit(
             raise ended.__context__ from None
         raise
     if progress.ready == before:
+        if is_after_estimate:
+            raise ConfigurationError(
+                "No batch is left for the check: the loader yields its batches once, and the steps of"
+                " the estimate have taken them. Pass one that can be iterated again, or more batches."
+            )
         raise ConfigurationError(
             "The trainer ran no step: expected a training loader with batches, and a `Trainer` whose"
             " arguments, callbacks and earlier steps let it train."

@@ -175,6 +175,11 @@ class StepMeter(Callback):
         if self._step == self._n_steps:
             trainer.should_stop = True
 
+    @property
+    def has_run(self) -> bool:
+        """True if steps were measured."""
+        return self._step > 0
+
     def close(self) -> None:
         """End the measures of the present micro-batch, also of one that an exception has ended."""
         self._measures.close()
