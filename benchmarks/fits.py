@@ -255,8 +255,8 @@ def fits_in_turn(
     measured = {name: Measured() for name in fits}
 
     def run(name: str, fit: Callable[[BlockedBatches], None]) -> None:
+        turns.take(name)
         try:
-            turns.take(name)
             batches = BlockedBatches(ready, blocks, name, turns)
             fit(batches)
             synchronize()

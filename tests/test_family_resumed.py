@@ -20,7 +20,6 @@ _TABLE = json.loads((Path(__file__).parent / "family.json").read_text())
 IN_GRAPH = [form for form, outcomes in _TABLE["cpu"].items() if outcomes.startswith("=")]
 
 
-@pytest.mark.long
 @pytest.mark.spread(7)
 @pytest.mark.parametrize("form", IN_GRAPH)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "64-true"])

@@ -361,7 +361,6 @@ class Draws(Own):
         super().update(p, state, group)
 
 
-@pytest.mark.long
 @pytest.mark.spread
 @pytest.mark.parametrize("kind", [Own, Averages, Draws])
 def test_optimizers_of_others(tmp_path: Path, accelerator: str, kind: Any) -> None:

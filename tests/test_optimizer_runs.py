@@ -20,10 +20,11 @@ from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.optim.gate import Gate
 from lightning_cudagraph.optim.host_arithmetic import scalar_ops
 from lightning_cudagraph.optim.host_arithmetic.host_program import HostProgram, HostScalar
+from lightning_cudagraph.optim.host_arithmetic.host_tensors import Alike, _Moved
 from lightning_cudagraph.optim.host_arithmetic.scalar_ops import _BY_NUMBER, is_gated_write, with_tensors
 from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
 from lightning_cudagraph.optim.outcomes import Outcomes
-from lightning_cudagraph.optim.prepared_optimizer import PreparedOptimizer
+from lightning_cudagraph.optim.prepared_optimizer import _AS_CAPTURED, PreparedOptimizer
 from tests.harness import differences
 from tests.optimizer_runs import BEHIND, CELLS, FORMS, PLAIN_FAILS, SAME, STEPS, Run, outcome, replayed
 
@@ -77,16 +78,16 @@ def test_counters_go_on_after_a_load_and_after_the_graphs(device: torch.device) 
     saved = deepcopy(live)
     assert all(state["step"] is step for state, step in zip(live["state"].values(), steps, strict=True))
     steps[0].add_(1)  # by the user, who may
-    assert prepared.frozen_values()[-1] is False
+    assert prepared.hyperparameters()[_AS_CAPTURED] is False
     prepared.check_state()
-    assert prepared.frozen_values()[-1] is True
+    assert prepared.hyperparameters()[_AS_CAPTURED] is True
     assert [float(array) for array in arrays[:2]] == [61.0, 60.0]
     assert {state["step"].item() for state in saved["state"].values()} == {60.0}
     prepared.restore()
     assert [step.item() for step in steps[:2]] == [61.0, 60.0]
 
 
-def test_state_that_was_moved_to_the_host(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_was_moved_to_the_host(device: torch.device) -> None:
     """A `state_dict` has it where the user has it, with the values of now, as a kept one has in a load.
 
     On a GPU a load has put it there. On a CPU this test moves it to other memory instead.
@@ -102,13 +103,9 @@ def test_state_that_was_moved_to_the_host(device: torch.device, monkeypatch: pyt
         each.optimizer.load_state_dict(deepcopy(each.optimizer.state_dict()))
     products = [state["mu_product"] for state in run.optimizer.state.values()]
     if device.type == "cpu":
-        moved = [
-            (state, "mu_product", product)
-            for state, product in zip(run.optimizer.state.values(), products, strict=True)
-        ]
-        for state, name, product in moved:
-            state[name] = product.clone()
-        monkeypatch.setattr(prepared._tensors, "_brought", moved)
+        for state, product in zip(run.optimizer.state.values(), products, strict=True):
+            prepared._tensors._moved.append(_Moved(state, "mu_product", product, product._version))
+            state["mu_product"] = product.clone()
     prepared.bring_state()
     assert all(state["mu_product"].device.type == "cpu" for state in run.optimizer.state.values())
 
@@ -134,14 +131,38 @@ def test_state_that_was_moved_to_the_host(device: torch.device, monkeypatch: pyt
         run.put_gradients(index)
         graph.replay()
     backend.release(graph)
-    run.optimizer.load_state_dict(kept)  # which is live, so that nothing changes
+    for own, state in zip(products, plain.optimizer.state.values(), strict=True):
+        for product in (own, state["mu_product"]):
+            product.fill_(0.5)  # by the user, who may
+    run.optimizer.load_state_dict(kept)  # which is live, so that nothing else changes
     assert not differences(plain.optimizer.state_dict(), run.optimizer.state_dict())
+    others = deepcopy(kept)
+    run.optimizer.load_state_dict(others)
+    run.optimizer.load_state_dict(deepcopy(others))
+    for own in products:  # the user's alone now
+        own.fill_(0.25)
     prepared.restore()
-    assert all(
-        state["mu_product"] is own
-        for state, own in zip(run.optimizer.state.values(), products, strict=True)
-    )
+    assert all(own.item() == 0.25 for own in products)
     assert not differences(plain.optimizer.state_dict(), run.optimizer.state_dict())
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("number", [0.1, -0.0, float("nan"), 1e30])
+def test_counters_of_each_dtype_get_the_bits_of_an_op(dtype: torch.dtype, number: float) -> None:
+    if not dtype.is_floating_point and number != number:
+        pytest.skip("not a number of this dtype")
+    value = torch.tensor(number, dtype=torch.float64).to(dtype)
+    counters = [torch.zeros((), dtype=dtype) for _ in range(3)]
+    alike = Alike.of("step", counters)
+    alike.write(value)
+    assert alike.are_equal()
+    for counter in (*counters, alike.read()):
+        assert torch.equal(counter.view(1).view(torch.uint8), value.view(1).view(torch.uint8))
+    counters[1].view(1).view(torch.uint8).add_(1)
+    assert not alike.are_equal()
 
 
 def test_a_counter_that_parameters_share_is_refused(device: torch.device) -> None:
@@ -181,11 +202,13 @@ def test_a_parameter_without_a_gradient_is_not_counted(device: torch.device) -> 
         _gradients_of(run, index)
         if index in (2, 3):
             graphs.append(backend.capture(step)[0])
-            as_captured = prepared.frozen_values()[-1]
-            assert as_captured is True if index == 2 else as_captured != prepared.frozen_values()[-1]
+            frozen = prepared.frozen_values()
         graphs[-1].replay() if index >= 2 else run.step()
+        # The first graph is stale as soon as the second has told counters apart.
+        assert index < 2 or (frozen == prepared.frozen_values()) is (index == 2)
+    assert prepared.hyperparameters()[_AS_CAPTURED] is False
     backend.release(graphs.pop(0))
-    assert prepared.frozen_values()[-1] is True
+    assert prepared.hyperparameters()[_AS_CAPTURED] is True
     counted = [state["step"].item() for state in run.optimizer.state.values()]
     assert counted == [STEPS, STEPS, 3, *[STEPS] * (len(counted) - 3)]
     assert not differences(plain.optimizer.state_dict(), run.optimizer.state_dict())

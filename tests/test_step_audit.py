@@ -919,7 +919,6 @@ def test_names_that_are_none(harmless: Any) -> None:
         CUDAGraphCallback(harmless=harmless)
 
 
-@pytest.mark.long
 def test_a_walk_has_an_end() -> None:
     deep: list[Any] = []
     wide = [[i] for i in range(20_000)]

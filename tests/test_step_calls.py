@@ -184,6 +184,37 @@ def test_two_steps_share_an_optimizer(accelerator: str) -> None:
     assert not differences(trained(False), trained(True))
 
 
+@pytest.mark.parametrize("form", [torch.optim.Adam, torch.optim.NAdam])
+def test_a_kind_that_steps_a_part_of_the_parameters(accelerator: str, form: Any) -> None:
+    """Its graph tells counters apart that are one for the kind before, which is not called any more."""
+    device = device_of(accelerator)
+
+    def run(backend: Any) -> tuple[list[Tensor], GraphedStep[..., Any]]:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(device)
+        optimizer = form(net.parameters(), lr=0.01)
+
+        def step(x: Tensor, is_whole: bool) -> Tensor:
+            optimizer.zero_grad()
+            loss = (net(x) if is_whole else net[0](x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with GraphedStep(step, net, optimizer, backend=backend) as graph:
+            calls = [True] * 10 + [False] * 20 + [True] * 10
+            losses = [
+                graph(torch.full((5, 6), float(index), device=device), is_whole).clone()
+                for index, is_whole in enumerate(calls)
+            ]
+        counters = [state["step"] for state in optimizer.state.values()]
+        return [*losses, *counters, *net.state_dict().values()], graph
+
+    (plain, _), (graphed, graph) = run("off"), run("auto")
+    assert all(map(torch.equal, plain, graphed))
+    assert graph.summary.calls.replayed >= 28
+
+
 def test_more_shapes_than_graphs(accelerator: str) -> None:
     class Bounded(Loop):
         sizes = (8, 5, 4)

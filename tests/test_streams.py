@@ -262,7 +262,6 @@ def test_a_trial_leaves_version_counters_alone() -> None:
         assert "captured on" in str(graphed.summary)
 
 
-@pytest.mark.long
 def test_without_memory_for_two_graphs_the_first_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

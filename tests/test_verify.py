@@ -337,7 +337,6 @@ def test_copies_are_parked_on_the_host(
         train(make(ReadsAGlobal), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("device_bytes", "host_bytes"), [(10_000, 0), (1000, 10**9)])
 def test_without_memory_nothing_is_verified(
     tmp_path: Path,

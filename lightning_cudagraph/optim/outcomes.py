@@ -8,9 +8,10 @@ one, and the device has one to do meanwhile. Counters in host memory are right a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
@@ -49,6 +50,10 @@ class Outcomes:
         while len(self._open) > 1 or (self._open and self._open[0].was_skipped.is_known()):
             self._learn()
         return [self._open[0].ends[0], {}] if self._open else [{}]
+
+    def have_moved_others(self, groups: Collection[Any]) -> bool:
+        """True if a step whose outcome is open has moved state in other groups than these."""
+        return any(group not in groups for step in self._open for group in step.ends[0])
 
     def add(self, skipped: Tensor, ends: list[State]) -> None:
         """Add a step that has been launched.

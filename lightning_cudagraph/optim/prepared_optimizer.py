@@ -30,7 +30,7 @@ from lightning_cudagraph.errors import CaptureError, UnsupportedError
 from lightning_cudagraph.optim.compiled import is_compiled, refuse_changes
 from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
 from lightning_cudagraph.optim.groups import PreparedGroup, check_group
-from lightning_cudagraph.optim.host_arithmetic.host_program import HostProgram
+from lightning_cudagraph.optim.host_arithmetic.host_program import HostProgram, State
 from lightning_cudagraph.optim.host_arithmetic.host_tensors import HostTensors
 from lightning_cudagraph.optim.host_arithmetic.scalar_ops import TensorScalarMode
 from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
@@ -156,31 +156,30 @@ class PreparedOptimizer(EagerOptimizer):
         }
         for prepared in self._groups:
             found.update(prepared.frozen())
-        found[_AS_CAPTURED] = self._is_as_captured()
+        found[_AS_CAPTURED] = not any(self._as_captured())
         return found
 
-    def _is_as_captured(self) -> object:
-        """True if captured steps would take the same branches, and equal counters are still equal.
+    def _as_captured(self) -> tuple[frozenset[Any], frozenset[int]]:
+        """The groups of counters that are not equal now, and the programs that would branch otherwise.
 
-        Unequal to any other value if there is a graph for which counters are equal that a later capture
-        has told apart.
+        Of all graphs, also of those that are not replayed now: a later capture can split a group.
         """
-        if not self._tensors.are_alike():
-            return False
         programs = [program for reference in self._programs if (program := reference()) is not None]
-        if not all(self._tensors.are_of_now(program.groups) for program in programs):
-            return object()
+        groups = {*self._tensors.alike}.union(*[program.groups for program in programs])
+        unequal = frozenset([group for group in groups if not group.are_equal()])
         branching = [program for program in programs if program.decided]
         if not branching:
-            return True
-        hold = [all(program.holds(state) for program in branching) for state in self.outcomes.possible()]
-        if all(hold) or not any(hold):
-            return hold[0]
-        self.outcomes.settle()
-        return all(program.holds() for program in branching)
+            return unequal, frozenset()
+        if any(self.outcomes.have_moved_others(program.groups) for program in branching):
+            self.outcomes.settle()
+        broken = {_broken(branching, state) for state in self.outcomes.possible()}
+        if len(broken) > 1:
+            self.outcomes.settle()
+            return unequal, _broken(branching, {})
+        return unequal, broken.pop()
 
     def frozen_values(self) -> tuple[Any, ...]:
-        return (*self.options(), self._is_as_captured())
+        return (*self.options(), *self._as_captured())
 
     def options(self) -> tuple[Any, ...]:
         values: list[Any] = [prepared.frozen_values() for prepared in self._groups]
@@ -376,6 +375,11 @@ class PreparedOptimizer(EagerOptimizer):
             for hook in self._hooks:
                 stack.callback(hook.remove)
             stack.callback(self._tensors.let_go)
+
+
+def _broken(programs: list[HostProgram], state: State) -> frozenset[int]:
+    """The numbers of the programs with a branch that would go otherwise than at their capture."""
+    return frozenset([program.number for program in programs if not program.holds(state)])
 
 
 def _without_health_check(optimizer: Optimizer) -> AbstractContextManager[None]:

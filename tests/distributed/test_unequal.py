@@ -26,7 +26,7 @@ ALONE = ("a_group_that_the_strategy_does_not_know",)
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(IN_ONE, id="in one", marks=pytest.mark.long),
+        pytest.param(IN_ONE, id="in one"),
         pytest.param(IN_ONE_LONG, id="more in one", marks=pytest.mark.long),
         pytest.param(UNTOLD, id="untold", marks=pytest.mark.long),
         pytest.param(ALONE, id="alone", marks=pytest.mark.long),

@@ -11,6 +11,7 @@ same way.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Hashable, Mapping
@@ -21,19 +22,24 @@ from torch import Tensor
 
 from lightning_cudagraph.errors import CaptureError
 
-# Values of sources of a program, by their names.
-State = Mapping[Hashable, Any]
+# Values of groups of equal state, by the groups, which are sources of a program.
+State = Mapping[Any, Any]
+
+
+_numbers = itertools.count()
 
 
 class HostProgram:
     """A graph of operations on numbers and tensors in host memory, without duplicates.
 
     Attributes:
+        number: of the program, of all in this process.
         groups: groups of equal state, of which each run reads and moves some.
         decided: branch conditions, with their outcomes.
     """
 
     def __init__(self) -> None:
+        self.number = next(_numbers)
         self.groups: list[Any] = []
         self._values: list[Any] = []
         self._nodes: dict[Hashable, int] = {}

@@ -6,7 +6,7 @@ equal ones once, and writes it into the memory of each, which stays where it is:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,30 +27,34 @@ def hidden_from_modes() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
+# Integers with the sizes of the dtypes, in bytes: a `memoryview` knows not all dtypes themselves.
+_FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+def _memory_of(tensor: Tensor) -> memoryview[int]:
+    """The memory of a 0-dim tensor, as one integer."""
+    array: Any = tensor.detach().view(1).view(torch.uint8).numpy()
+    return memoryview(array).cast("B").cast(_FORMATS[tensor.element_size()])  # type: ignore[call-overload,no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
 class Alike:
     """0-dim tensors that have had the same value so far.
 
     Attributes:
         places: addresses of their memory.
-        memories: that memory, as a memoryview of one number each.
+        memories: that memory, as one integer each.
     """
 
     name: str
     members: list[Tensor]
     places: list[int]
-    memories: list[Any]
+    memories: list[memoryview[int]]
 
     @classmethod
     def of(cls, name: str, members: list[Tensor]) -> Alike:
-        arrays: list[Any] = [member.detach().view(1).numpy() for member in members]
         places = [member.data_ptr() for member in members]
-        return cls(name, members, places, [memoryview(array) for array in arrays])
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """The name of the common value in a host program."""
-        return ("state", id(self))
+        return cls(name, members, places, [_memory_of(member) for member in members])
 
     def are_equal(self) -> bool:
         data, size_bytes = b"".join(self.memories), self.memories[0].nbytes
@@ -65,9 +69,31 @@ class Alike:
 
     def write(self, value: Tensor) -> None:
         # Not by an op, which would count as a write of the user's.
-        number = value.item()
+        number = _memory_of(value.to(self.members[0].dtype))[0]
         for memory in self.memories:
             memory[0] = number
+
+
+@dataclass
+class _Moved:
+    """State that was moved to the host: its dictionary and name there, and the user's tensor.
+
+    Attributes:
+        version: of the user's tensor, when it had the same value.
+    """
+
+    state: dict[str, Any]
+    name: str
+    users: Tensor
+    version: int
+
+    def agree(self) -> None:
+        """Give the user's tensor the value of now, or take that which the user has written into it."""
+        if self.users._version == self.version:
+            self.users.copy_(self.state[self.name])
+        else:
+            self.state[self.name].copy_(self.users)
+        self.version = self.users._version
 
 
 class HostTensors:
@@ -80,7 +106,7 @@ class HostTensors:
     def __init__(self, optimizer: Optimizer, lists_on_device: bool) -> None:
         self._optimizer = optimizer
         self._lists_on_device = lists_on_device
-        self._brought: list[tuple[dict[str, Any], str, Tensor]] = []  # with the user's tensors
+        self._moved: list[_Moved] = []
         self.alike: list[Alike] = []
 
     def found(self) -> list[tuple[str, Tensor]]:
@@ -121,7 +147,7 @@ class HostTensors:
         with hidden_from_modes():
             for state, name in self._read_on_host():
                 if (value := state[name]).device.type != "cpu":
-                    self._brought.append((state, name, value))
+                    self._moved.append(_Moved(state, name, value, value._version))
                     state[name] = value.cpu()
 
     def before_moves(self) -> dict[int, Tensor]:
@@ -129,12 +155,15 @@ class HostTensors:
 
         They get the values of now: nothing writes them while graphs are replayed.
         """
+        states = {id(state) for state in self._optimizer.state.values()}
+        # Those of dictionaries that a load has replaced are the user's alone.
+        self._moved = [
+            each for each in self._moved if id(each.state) in states and each.name in each.state
+        ]
         with hidden_from_modes():
-            return {
-                id(state[name]): users.copy_(state[name])
-                for state, name, users in self._brought
-                if name in state
-            }
+            for each in self._moved:
+                each.agree()
+        return {id(each.state[each.name]): each.users for each in self._moved}
 
     def gather(self) -> None:
         """Group equal tensors, unless the groups still hold.
@@ -152,8 +181,8 @@ class HostTensors:
             if len({tensor.data_ptr() for _, tensor in found}) < len(found):
                 raise CaptureError(
                     f"`{type(self._optimizer).__qualname__}` counts in one tensor for several"
-                    " parameters: a step counts in it once for each of them.",
-                    "Give each parameter state of its own: load a deep copy of a `state_dict`.",
+                    " parameters, or has a parameter twice.",
+                    'Give each a tensor of its own: `state["step"] = state["step"].clone()`.',
                     in_optimizer=True,
                 )
             for name, tensor in found:
@@ -169,27 +198,21 @@ class HostTensors:
         self.alike = [each for each in self.alike if each is not alike] + [*parts]
         return parts
 
-    def are_of_now(self, groups: Iterable[Alike]) -> bool:
-        """True if none of the groups was split or replaced since."""
-        return {id(alike) for alike in groups} <= {id(alike) for alike in self.alike}
-
     def are_alike(self) -> bool:
         return all(alike.are_equal() for alike in self.alike)
 
     def write(self, state: State) -> None:
-        """Give the tensors of some groups other values, by the keys of the groups."""
-        for alike in self.alike:
-            if alike.key in state:
-                alike.write(state[alike.key])
+        """Give the tensors of some groups other values."""
+        for alike, value in state.items():
+            alike.write(value)
 
     def let_go(self) -> None:
         """Move state that was brought to the host back to where it was."""
         self.before_moves()
-        for state, name, users in self._brought:
-            if name in state:
-                state[name] = users
+        for each in self._moved:
+            each.state[each.name] = each.users
         self.alike = []
-        self._brought = []
+        self._moved = []
 
 
 def _is_on_lists(group: dict[str, Any]) -> bool:

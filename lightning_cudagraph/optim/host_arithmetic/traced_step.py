@@ -88,7 +88,7 @@ class TracedStep(OwnFunctionMode):
         self._used: set[int] = set()  # ids of the state that the step has read
         for alike in tensors.alike:
             with hidden_from_modes():
-                node = program.source(alike.key, alike.read, alike.read())
+                node = program.source(alike, alike.read, alike.read())
             self._starts[id(alike)] = node
             self._nodes.update((id(member), (member, node)) for member in alike.members)
         # What each replay writes: the final nodes of counters, and the numbers for the static input.
@@ -311,7 +311,7 @@ class TracedStep(OwnFunctionMode):
         runs: list[list[Any]] = []
 
         def before() -> None:
-            if not self._staged.depend_on_outcome:
+            if not self._staged.depend_on_outcome or outcomes.have_moved_others(program.groups):
                 outcomes.settle()
             runs[:] = [program.run(state) for state in outcomes.possible()]
             if staged:
@@ -320,7 +320,7 @@ class TracedStep(OwnFunctionMode):
                 )
 
         def behind() -> None:
-            ends: list[State] = [{alike.key: run[node] for alike, node in moves} for run in runs]
+            ends: list[State] = [{alike: run[node] for alike, node in moves} for run in runs]
             if gate is not None:
                 outcomes.add(gate.last_was_skipped, ends)
             else:
@@ -336,8 +336,8 @@ class TracedStep(OwnFunctionMode):
         if not moved or not left or any(id(member) in self._used for member in left):
             return
         moving, staying = self._tensors.split(alike, moved)
-        self.program.renamed(start, moving.key, moving.read)
-        node = self.program.source(staying.key, staying.read, staying.read())
+        self.program.renamed(start, moving, moving.read)
+        node = self.program.source(staying, staying.read, staying.read())
         self._starts |= {id(moving): start, id(staying): node}
         self._nodes |= {id(member): (member, node) for member in left}
 
