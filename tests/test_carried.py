@@ -377,7 +377,6 @@ class CountsInValidation(MovingMean):
 
 
 @pytest.mark.long
-@pytest.mark.spread
 @pytest.mark.parametrize("inference_mode", [False, True])
 def test_in_validation(tmp_path: Path, accelerator: str, inference_mode: bool) -> None:
     done = row(

@@ -86,7 +86,6 @@ def test_just_the_steps_that_are_due(
 
 
 @pytest.mark.long
-@pytest.mark.spread(2, first=1)
 @both_turns
 @pytest.mark.parametrize("n", [1, 2])
 def test_all_batches_of_a_step_that_is_due(
@@ -250,7 +249,6 @@ def test_scope_behind(tmp_path: Path, accelerator: str, readings: list[Reading])
 
 
 @pytest.mark.long
-@pytest.mark.spread
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_the_last_step_of_the_warm_up_is_timed(
@@ -359,7 +357,6 @@ def slow_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.spread(2, first=1)
 @both_turns
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_fewer_steps_are_timed_where_the_host_bounds_the_run(

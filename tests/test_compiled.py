@@ -206,7 +206,6 @@ class CountsWhereCompiled(Net):
 
 
 @pytest.mark.long
-@pytest.mark.spread(2)
 @pytest.mark.parametrize("verify_replays", [0, 2])
 def test_what_is_written_only_where_compiled(
     tmp_path: Path, accelerator: str, verify_replays: int

@@ -127,7 +127,6 @@ def test_captures_are_told(tmp_path: Path, accelerator: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("batches", [2, 4])
 def test_a_point_for_each_batch_of_a_window(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, batches: int

@@ -383,7 +383,6 @@ class Hooks(Net):
 
 
 @pytest.mark.long
-@pytest.mark.spread
 @pytest.mark.parametrize(
     ("cls", "what", "remedy"),
     [

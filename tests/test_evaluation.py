@@ -304,7 +304,6 @@ def test_metrics_alone(tmp_path: Path, accelerator: str, inference_mode: bool) -
 
 
 @pytest.mark.long
-@pytest.mark.spread(2)
 @pytest.mark.filterwarnings(*_IGNORED)
 # In inference mode, states of metrics made in one run cannot be written in a `fit`: a plain run fails.
 @pytest.mark.parametrize(("cls", "inference_mode"), [(Evaluated, True), (Measured, False)])

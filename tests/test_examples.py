@@ -169,7 +169,6 @@ def test_a_library_that_is_not_installed(
 
 
 @pytest.mark.long
-@pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_ppo(tmp_path: Path, accelerator: str, precision: Any) -> None:
     """The actor of each rollout is that of the steps before it."""

@@ -270,7 +270,6 @@ def _restarts_later(optimizer: O.Optimizer) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.spread
 @pytest.mark.parametrize("schedule", [Restarts, _from_counters, _restarts_later])
 def test_a_schedule_finds_the_counters_of_its_step(
     tmp_path: Path, accelerator: str, schedule: Any

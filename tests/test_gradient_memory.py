@@ -254,7 +254,6 @@ _LAYOUT_CONTRACT = "ignore:grad and param do not obey:UserWarning"
 
 @pytest.mark.long
 @pytest.mark.filterwarnings(_LAYOUT_CONTRACT)
-@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_training(tmp_path: Path, accelerator: str, name: str) -> None:
     cls, kwargs, options = RUNS[name]

@@ -263,7 +263,6 @@ class FromOverrides(Net):
 
 
 @pytest.mark.long
-@pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("scope", ["step", "forward_backward"])
 def test_overrides(tmp_path: Path, accelerator: str, scope: Any, window: int) -> None:
@@ -447,7 +446,6 @@ _CHANGING: dict[type[Net], str] = {
 
 
 @pytest.mark.long
-@pytest.mark.spread(3)
 @pytest.mark.parametrize("cls", _CHANGING, ids=lambda cls: cls.__name__)
 def test_a_number_that_changes(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
     with pytest.raises(CaptureError, match=f"(?s){_CHANGING[cls]}") as caught:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend_for import backend_for
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.optim.gate import Gate
@@ -25,6 +26,7 @@ from lightning_cudagraph.optim.host_arithmetic.scalar_ops import _BY_NUMBER, is_
 from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
 from lightning_cudagraph.optim.outcomes import Outcomes
 from lightning_cudagraph.optim.prepared_optimizer import _AS_CAPTURED, PreparedOptimizer
+from lightning_cudagraph.optim.scaler import PreparedScaler
 from tests.harness import differences
 from tests.optimizer_runs import BEHIND, CELLS, FORMS, PLAIN_FAILS, SAME, STEPS, Run, outcome, replayed
 
@@ -85,6 +87,56 @@ def test_counters_go_on_after_a_load_and_after_the_graphs(device: torch.device) 
     assert {state["step"].item() for state in saved["state"].values()} == {60.0}
     prepared.restore()
     assert [step.item() for step in steps[:2]] == [61.0, 60.0]
+
+
+@pytest.mark.parametrize("first", [5, 8])  # the scaler skips step 8
+def test_an_open_step_that_counts_in_other_groups_is_waited_for(
+    device: torch.device, first: int
+) -> None:
+    """A graph for all parameters, and behind it one that tells their counters apart."""
+    cell = ("fp16 scaler", "no clip", "constant")
+    plain, run, backend = Run("NAdam", cell, device), Run("NAdam", cell, device), backend_for(device)
+    assert run.scaler is not None
+    prepared = PreparedOptimizer(run.optimizer, device, lambda _: None)
+    scaler = PreparedScaler(run.scaler, device, prepared.device_state)
+
+    def step(capturing: bool) -> None:
+        with scaler.step_arithmetic((run.optimizer,), capturing), prepared.step_arithmetic(capturing):
+            run.step()
+
+    def captured() -> None:
+        prepared.check_state()
+        step(capturing=True)
+
+    def captures() -> Any:
+        with scaler.undone():
+            return backend.capture(captured)[0]
+
+    for index in range(first):
+        for each in (plain, run):
+            each.put_gradients(index)
+        plain.step()
+        step(capturing=False)
+    assert scaler.applied
+    gradient = run.parameters[2].grad
+    whole = captures()
+    run.parameters[2].grad = None
+    part = captures()
+    run.parameters[2].grad = gradient
+    with setting(prepared.outcomes, may_be_late=True):
+        for index, graph in ((first, whole), (first + 1, part)):
+            for each in (plain, run):
+                each.put_gradients(index)
+            if graph is part:
+                plain.parameters[2].grad = run.parameters[2].grad = None
+            plain.step()
+            graph.replay()
+    prepared.outcomes.settle()
+    for graph in (whole, part):
+        backend.release(graph)
+    assert not differences(plain.optimizer.state_dict(), run.optimizer.state_dict())
+    assert not differences(plain.parameters, run.parameters)
+    prepared.restore()
 
 
 def test_state_that_was_moved_to_the_host(device: torch.device) -> None:

@@ -236,7 +236,6 @@ class Gains(Callback):
 
 
 @pytest.mark.long
-@pytest.mark.spread
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_change_that_the_next_step_does_not_read(
     tmp_path: Path, accelerator: str, window: int
@@ -258,7 +257,6 @@ def test_a_change_that_the_next_step_does_not_read(
 
 
 @pytest.mark.long
-@pytest.mark.spread
 @pytest.mark.parametrize("window", [2, 3])
 def test_windows(tmp_path: Path, accelerator: str, window: int) -> None:
     """Each accumulation phase reads another part of the index, and the phases share a static batch."""

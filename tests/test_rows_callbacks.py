@@ -144,7 +144,6 @@ SEARCHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.long
-@pytest.mark.spread
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 @pytest.mark.parametrize("name", SEARCHES)
 def test_learning_rate_finder(tmp_path: Path, accelerator: str, name: str, watched: bool) -> None:

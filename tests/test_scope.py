@@ -145,7 +145,6 @@ CYCLED: dict[str, tuple[Callable[[Any], O.Optimizer], Any]] = {
 
 
 @pytest.mark.long
-@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", CYCLED)
 def test_cycled_momentum_is_in_the_graph(tmp_path: Path, accelerator: str, name: str) -> None:
     def build() -> Net:
@@ -188,7 +187,6 @@ OF_16_BITS: dict[str, tuple[Callable[[Any], O.Optimizer], tuple[str, ...]]] = {
 
 
 @pytest.mark.long
-@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", OF_16_BITS)
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_parameters_of_16_bits(tmp_path: Path, accelerator: str, name: str, precision: str) -> None:

@@ -159,7 +159,6 @@ def test_graphs_that_serve_few_replays_are_exchanged_no_more(
 
 
 @pytest.mark.long
-@pytest.mark.spread
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "alone"])
 def test_windows_of_mixed_lengths(tmp_path: Path, accelerator: str, window: int, watched: bool) -> None:

@@ -163,7 +163,6 @@ class _PerSample(Branched):
 
 
 @pytest.mark.long
-@pytest.mark.spread
 @pytest.mark.parametrize("streams", [1, 4])
 @pytest.mark.parametrize("cls", [_Checkpointed, _Penalised, _PerSample])
 def test_nested_passes(
@@ -286,7 +285,6 @@ _MIB = 1 << 20
 
 
 @pytest.mark.long
-@pytest.mark.spread(2)
 @pytest.mark.parametrize("of", ["workspaces", "graphs"])
 @pytest.mark.parametrize(
     ("memory_bytes", "said"),
