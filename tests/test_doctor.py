@@ -906,7 +906,7 @@ class Yields(IterableDataset[Any]):
     """A number of batches, once."""
 
     def __init__(self, batches: int) -> None:
-        self._batches = iter([*loader(ragged=False)][:batches])
+        self._batches = iter(loader(ragged=False, batches=batches))
 
     def __iter__(self) -> Any:
         return self._batches

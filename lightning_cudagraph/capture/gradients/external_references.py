@@ -26,6 +26,8 @@ from lightning_cudagraph.tensors.local import address_of, is_split, local
 from lightning_cudagraph.tensors.writes import storage_id
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
+# By kind, a count for each gradient: equal ones, if no reference was made or dropped in between.
+_Counts = list[list[int]]
 
 # The number of tensors and other objects that refer to the storage with this id.
 _users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -71,7 +73,7 @@ class ExternalReferences:
         self._storages = [local(gradient).untyped_storage() for _, gradient in self._gradients]
         self._numbers = [int(storage._cdata) for storage in self._storages]
         self._layouts = Layouts(self._tensors)
-        self._counts: list[list[int]] = []
+        self._counts: _Counts = []
         _all.add(self)
 
     @staticmethod
@@ -115,12 +117,14 @@ class ExternalReferences:
         none = [0] * len(more)
         expected = [
             [count[0] + extra for extra in extras]
-            for count, extras in zip(alone._counts, (more, none, none, more), strict=True)
+            for count, extras in zip(_references(alone._counts), (more, none, none, more), strict=True)
         ]
         rising = [
             any(map(operator.gt, now, then))
             for now, then in zip(
-                zip(*others._counted(), strict=True), zip(*expected, strict=True), strict=True
+                zip(*_references(others._counted()), strict=True),
+                zip(*expected, strict=True),
+                strict=True,
             )
         ]
         return named + [p for p, is_kept in zip(others._parameters, rising, strict=True) if is_kept]
@@ -139,7 +143,8 @@ class ExternalReferences:
         """True if there is an external reference to a gradient, or one has other memory."""
         counts = self._counted()
         if counts != self._counts and any(
-            any(map(operator.gt, now, then)) for now, then in zip(counts, self._counts, strict=False)
+            any(map(operator.gt, now, then))
+            for now, then in zip(_references(counts), _references(self._counts), strict=False)
         ):
             return True
         if self._layouts.changed(self._tensors):
@@ -155,11 +160,11 @@ class ExternalReferences:
         CPU, where graphs share no memory, and where an array refers to the tensor itself.
         """
         # A capture that was refused has no counts: no code has seen its gradients.
-        then_of = zip(*self._counts[:2], strict=True)
+        then_of = zip(*_references(self._counts)[:2], strict=True)
         alone = {
             storage.data_ptr(): users <= users_then and uses <= uses_then
             for storage, users, uses, (users_then, uses_then) in zip(
-                self._storages, *self._counted()[:2], then_of, strict=False
+                self._storages, *_references(self._counted())[:2], then_of, strict=False
             )
         }
         with ExternalReferences.recounted_after_capture():
@@ -169,23 +174,30 @@ class ExternalReferences:
                 if alone.get(place, False) and gradient.device.type != "cpu":
                     gradient.data = gradient.clone()
 
-    def _counted(self) -> list[list[int]]:
-        """Count tensors on the storage, references from C++, from Python, and to the storage object."""
-        none = [0] * len(self._tensors)
-        users = none if _users_of is None else [*map(_users_of, self._numbers)]
-        storages = [*map(sys.getrefcount, self._storages)]
-        references = [*map(sys.getrefcount, self._tensors)]
-        are_set = [*map(operator.is_, map(_grad_of, self._parameters), self._tensors)]
-        if _use_count is None:
-            uses, of_torch = none, are_set
-        else:
-            counts = [*map(_use_count, self._tensors)]
-            uses = [*map(operator.sub, counts, are_set)]
-            of_torch = [*map(operator.gt, counts, repeat(1))]
-        if _REFERENCES_OF_GRAD:
-            # One reference less where C++ code refers to the gradient, besides the Python object.
-            references = [*map(operator.sub, references, of_torch)]
-        return [users, uses, references, storages]
+    def _counted(self) -> _Counts:
+        return [
+            [] if _users_of is None else [*map(_users_of, self._numbers)],
+            [] if _use_count is None else [*map(_use_count, self._tensors)],
+            [*map(sys.getrefcount, self._tensors)],
+            [*map(sys.getrefcount, self._storages)],
+            [*map(operator.is_, map(_grad_of, self._parameters), self._tensors)],
+        ]
+
+
+def _references(counts: _Counts) -> _Counts:
+    """Tensors on each storage, and references from C++, from Python, and to the storage object."""
+    if not counts:
+        return []
+    users, uses, references, storages, are_set = counts
+    of_torch = are_set
+    if uses:
+        of_torch = [*map(operator.gt, uses, repeat(1))]
+        uses = [*map(operator.sub, uses, are_set)]
+    if _REFERENCES_OF_GRAD:
+        # One reference less where C++ code refers to the gradient, besides the Python object.
+        references = [*map(operator.sub, references, of_torch)]
+    none = [0] * len(references)
+    return [users or none, uses or none, references, storages]
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
