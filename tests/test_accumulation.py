@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_cudagraph import CUDAGraphCallback
-from tests.harness import Net, assert_same, loader, make, train
+from tests.harness import FULL_BATCHES, Net, assert_same, loader, make, train
 
 O = torch.optim  # noqa: E741
 
@@ -123,6 +124,19 @@ def test_closures_called_by_hand(tmp_path: Path, accelerator: str, cls: type[Net
     graph = train(make(cls), tmp_path / "graph", CUDAGraphCallback(), **kwargs)
     assert_same(plain, graph)
     assert graph.counts.replayed >= 10
+
+
+def test_a_step_apart_from_its_closure_is_counted_once(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback()
+    graph = train(make(ClosureThenStep), tmp_path, callback, accelerator=accelerator, max_epochs=2)
+    counts = graph.counts
+    assert counts.replayed > 4
+    assert counts.replayed + counts.warmed_up + sum(counts.eager.values()) == 2 * (
+        FULL_BATCHES + 1
+    )  # and the ragged one
+    whose = r"`ClosureThenStep.optimizer_step` \(.*test_accumulation.py:\d+\)"
+    note = f"the optimizer steps eagerly, because {whose} gives it no closure"
+    assert re.search(note, str(callback.summary))
 
 
 @pytest.mark.long

@@ -1267,9 +1267,15 @@ def test_with_evaluation_graphs(tmp_path: Path, accelerator: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"scope": "modules"}, r"modules=\(\)\)`: expected names"),
-        ({"scope": "step", "modules": ["features"]}, r"modules=\['features'\]\)`: expected names"),
-        ({"scope": "modules", "modules": "features"}, r"modules='features'\)`: expected names"),
+        ({"scope": "modules"}, r"modules=\(\)\)`: expected a list of names"),
+        (
+            {"scope": "step", "modules": ["features"]},
+            r"modules=\['features'\]\)`: expected a list of names",
+        ),
+        (
+            {"scope": "modules", "modules": "features"},
+            r"modules='features'\)`: expected a list of names",
+        ),
     ],
 )
 def test_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -1277,11 +1283,21 @@ def test_arguments(arguments: dict[str, Any], message: str) -> None:
         CUDAGraphCallback(**arguments)
 
 
+class WithBlocks(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity(), nn.Identity()])
+
+
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
         (["encoder"], "there is no module `encoder`.*The first ones are `features`, `head`"),
         ([""], "there is no module ``"),
+        (
+            ["blocks"],
+            "`blocks` is a `ModuleList`, which has no `forward`.* members: `blocks.0`, `blocks.1`",
+        ),
         (
             ["features", "features.0"],
             "`features.0` and `features` are one module, or have one in common",
@@ -1291,4 +1307,4 @@ def test_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_names(tmp_path: Path, modules: list[str], message: str) -> None:
     callback = CUDAGraphCallback(scope="modules", modules=modules)
     with pytest.raises(ConfigurationError, match=message):
-        train(make(Net), tmp_path, callback, train_loader=loader())
+        train(make(WithBlocks), tmp_path, callback, train_loader=loader())

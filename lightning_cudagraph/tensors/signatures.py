@@ -93,7 +93,7 @@ class Signatures:
         first = next(iter(self._before))
         difference = self._wording.of(first.difference(signature))
         return NotCaptured.of(
-            f"{_MANY} different {self._wording.signatures} and none came up more than"
+            f"{_MANY} different {self._wording.signatures} came before one of them had come more than"
             f" {self._warmup_steps} times: {difference}",
             first.remedy(signature),
             first.line_of_difference(signature),

@@ -83,13 +83,7 @@ class OnePass:
                 self._empty.append(held)
                 continue
             self._dicts.append(held)
-            self._places.append(_enough(places))
+            self._places.append(places)
             # That of the last comparison of all, so that what was written since is found.
             numbers = {record.numbers[index] for record, index in places}
             self._numbers.append(numbers.pop() if len(numbers) == 1 else None)
-
-
-def _enough(places: _Places) -> _Places:
-    """The records that have to be compared: one of all keys stands for those of some."""
-    whole = [(record, index) for record, index in places if record.is_whole(index)]
-    return whole[:1] if whole and all(record.is_same(index) for record, index in places) else places

@@ -97,10 +97,6 @@ class Versions:
             self.numbers = now
         return found
 
-    def is_whole(self, index: int) -> bool:
-        """True if all keys of the dictionary at a position are compared."""
-        return self._names[index] is None
-
     def is_same(self, index: int) -> bool:
         """True if the dictionary at a position has the keys and values that were recorded."""
         keys, values = self._contents[index]

@@ -27,6 +27,7 @@ from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun
 from lightning_cudagraph.trainer.common.captured_run import announce
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.config.settings import Settings
+from lightning_cudagraph.trainer.config.support import is_overridden
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
 
@@ -150,6 +151,12 @@ def _named(module: pl.LightningModule, names: Sequence[str]) -> dict[str, nn.Mod
             raise ConfigurationError(
                 f"`CUDAGraphCallback(modules=[...])`: there is no module `{name}`; expected names as in"
                 f" `named_modules()`. The first ones are {children}."
+            )
+        if not is_overridden("forward", known[name], nn.Module):
+            members = ", ".join(f"`{name}.{child}`" for child, _ in known[name].named_children())
+            raise ConfigurationError(
+                f"`CUDAGraphCallback(modules=[...])`: `{name}` is a `{type(known[name]).__qualname__}`,"
+                f" which has no `forward` that could be captured. Name its members: {members or 'none'}."
             )
         for other, there in found.items():
             inner = {id(each) for each in there.modules()} & {id(e) for e in known[name].modules()}

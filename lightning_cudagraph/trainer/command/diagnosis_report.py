@@ -61,7 +61,8 @@ class DiagnosisReport:
     def __str__(self) -> str:
         count = len(self.findings)
         if self.is_captured:
-            verdict = f"captured; {self.replayed_steps} steps replayed"
+            steps = "1 step" if self.replayed_steps == 1 else f"{self.replayed_steps} steps"
+            verdict = f"captured; {steps} replayed"
         elif count:
             verdict = f"not captured, for {count} reason{'s' * (count > 1)}"
         else:

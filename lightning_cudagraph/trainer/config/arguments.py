@@ -47,7 +47,10 @@ def check_arguments(
     are_names = isinstance(modules, (list, tuple)) and all(isinstance(name, str) for name in modules)
     may_be_given = scope in ("auto", "modules")
     if not are_names or (scope == "modules" and not modules) or (modules and not may_be_given):
-        expected = 'names with `scope="modules"` or "auto", such as `["encoder", "heads.0"]`; else none'
+        expected = (
+            'a list of names, such as `["encoder", "head"]`, with `scope="modules"` or `scope="auto"`;'
+            " with another scope, none"
+        )
         raise _wrong("modules", modules, expected)
     given = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
     check_shared_arguments(_CALLBACK, warmup_steps=given, **shared)

@@ -36,6 +36,7 @@ from lightning_cudagraph.trainer.common.profilers import (
     progress_bar_notes,
 )
 from lightning_cudagraph.trainer.config.settings import Settings
+from lightning_cudagraph.trainer.config.support import described_hook
 from lightning_cudagraph.trainer.training.captured_step.compiled_step import (
     compile_step,
     is_step_compiled,
@@ -253,6 +254,12 @@ class GraphedTraining:
             notes.append(
                 "on several streams layers overlap; the time of one is from when all before it has"
                 " finished to when it has, too"
+            )
+        if self._steps.optimizer_is_apart:
+            whose = described_hook(self._module, "optimizer_step")
+            notes.append(
+                f"the optimizer steps eagerly, because {whose} gives it no closure;"
+                " `optimizer.step(closure=closure)` is captured"
             )
         notes += progress_bar_notes(self._trainer)
         notes += self._advance.averages.notes

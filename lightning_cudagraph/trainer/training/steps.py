@@ -56,6 +56,7 @@ class TrainingSteps:
     Attributes:
         is_state_unread: True if no user code between two replays can read the optimizer's state; set by
             the fast path.
+        optimizer_is_apart: True if an optimizer was stepped without a closure.
     """
 
     def __init__(self, run: TrainingRun, engine: StepEngine[StepOutputs], recorder: Recorder) -> None:
@@ -74,7 +75,7 @@ class TrainingSteps:
         self._plain = PlainSteps(run.trainer, run.backend, run.settings)
         self._n_without_loss = 0  # warm-up steps, in a row
         self.phase = Phase.EAGER
-        self.is_state_unread = False
+        self.is_state_unread = self.optimizer_is_apart = False
         self._is_in_optimizer = False  # in an eager step, whose closure the optimizer calls
         self._are_batches_unseen: bool | None = None
         # The graphs with the latest batch in their static inputs, and the loader's batch.
@@ -180,7 +181,9 @@ class TrainingSteps:
                 return self._eager_step(optimizer, closure, model, **kwargs)
 
         if not isinstance(closure, GraphClosure):
-            if not run.optimization._skip_backward:
+            if closure is do_nothing_closure:  # the batch was counted where its closure was called
+                self.optimizer_is_apart = True
+            elif not run.optimization._skip_backward:
                 reason = "a step of the optimizer without one of Lightning's closures"
                 self._engine.counts.note_eager(reason)
             with run.backend.on_side_stream():

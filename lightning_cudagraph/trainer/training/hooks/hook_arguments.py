@@ -40,7 +40,7 @@ def ignores(hook: Callable[..., Any], position: int) -> bool:
     return isinstance(hook, FunctionType) and _is_ignored(hook.__code__, position)
 
 
-# By id, because the hash of a code object is computed anew from its instructions each time.
+# By id, because the hash of a code object is computed from its instructions each time.
 _known: dict[tuple[int, int], tuple[CodeType, bool]] = {}
 
 
