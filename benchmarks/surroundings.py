@@ -66,7 +66,9 @@ class Mlp(pl.LightningModule):
         super().__init__()
         widths = [_WIDTH] * 4 + [_CLASSES]
         layers = [nn.Linear(*pair) for pair in pairwise(widths)]
-        self.net = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
+        # None after the last one: logits of zero would give each step the same loss.
+        between = [part for layer in layers[:-1] for part in (layer, nn.ReLU())]
+        self.net = nn.Sequential(*between, layers[-1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, classes = batch
