@@ -131,12 +131,28 @@ def test_a_step_apart_from_its_closure_is_counted_once(tmp_path: Path, accelerat
     graph = train(make(ClosureThenStep), tmp_path, callback, accelerator=accelerator, max_epochs=2)
     counts = graph.counts
     assert counts.replayed > 4
-    assert counts.replayed + counts.warmed_up + sum(counts.eager.values()) == 2 * (
-        FULL_BATCHES + 1
-    )  # and the ragged one
+    batches = 2 * (FULL_BATCHES + 1)
+    assert counts.replayed + counts.warmed_up + sum(counts.eager.values()) == batches
     whose = r"`ClosureThenStep.optimizer_step` \(.*test_accumulation.py:\d+\)"
-    note = f"the optimizer steps eagerly, because {whose} gives it no closure"
+    note = (
+        rf"the optimizer steps eagerly in {batches} step\(s\), because {whose} calls the closure before"
+    )
     assert re.search(note, str(callback.summary))
+
+
+class StepsTwice(Net):
+    """Steps the optimizer with the closure, and once more in a hook."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+def test_a_step_more_than_batches_is_counted(tmp_path: Path, accelerator: str) -> None:
+    callback = CUDAGraphCallback()
+    graph = train(make(StepsTwice), tmp_path, callback, accelerator=accelerator, max_epochs=2)
+    batches = 2 * (FULL_BATCHES + 1)
+    assert sum(graph.counts.eager.values()) >= batches
+    assert "calls the closure before" not in str(callback.summary)
 
 
 @pytest.mark.long

@@ -446,3 +446,47 @@ def test_all_that_are_replaced_in_mid_epoch(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, moment: str
 ) -> None:
     _replaced_in_mid_epoch(tmp_path, accelerator, monkeypatch, where, name, moment)
+
+
+class Unvalidated(Net):
+    """Without a `validation_step`, until a hook sets one in mid-epoch."""
+
+    validation_step: Any = pl.LightningModule.validation_step
+
+
+class SetsAValidationStep(Callback):
+    def __init__(self) -> None:
+        self.validated: list[int] = []
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 2):
+            pl_module.validation_step = lambda batch, batch_idx: self.validated.append(
+                trainer.global_step
+            )
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no")
+def test_a_validation_step_that_a_hook_sets(tmp_path: Path, accelerator: str) -> None:
+    found = []
+    for name, ours in (("plain", None), ("graph", CUDAGraphCallback())):
+        sets = SetsAValidationStep()
+        harness.train(
+            make(Unvalidated),
+            tmp_path / name,
+            ours,
+            accelerator=accelerator,
+            callbacks=(sets,),
+            val_loader=loader(seed=1, batches=1),
+            val_check_interval=2,
+            max_epochs=3,
+            num_sanity_val_steps=0,
+            checkpoint_every=0,
+            watched=False,
+            train_loader=loader(ragged=False, batches=12),
+        )
+        found.append(sets.validated)
+    plain, graph = found
+    assert plain == graph
+    assert plain[0] == 16  # in the middle of the second epoch

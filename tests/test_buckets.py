@@ -61,7 +61,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Buckets.from_sample([], values={"x": 0}), r"`Buckets.from_sample\(lengths=\[\]\)`"),
     (lambda: Buckets.from_sample("abc", values={"x": 0}), r"lengths='abc'\)`: expected ints"),  # type: ignore[arg-type]
     (lambda: Buckets.from_sample(5, values={"x": 0}), r"lengths=5\)`: expected ints"),  # type: ignore[arg-type]
-    (lambda: Buckets.from_sample([0] * 20, values={"x": 0}), r"lengths='list'\)`: expected ints"),
+    (lambda: Buckets.from_sample([0] * 60, values={"x": 0}), r"lengths='list'\)`: expected ints"),
     (lambda: Buckets.from_sample([4], 0, values={"x": 0}), r"max_buckets=0\)`: expected an int"),
     (lambda: CUDAGraphCallback(pad_to=[32]), r"pad_to=\[32\]\)`: expected a `Buckets`"),  # type: ignore[list-item]
 ]

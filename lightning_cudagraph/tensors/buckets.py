@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -253,7 +253,7 @@ def _whole_numbers(value: Any, owner: str = "Buckets") -> list[int]:
     except (AttributeError, TypeError):
         found = []
     if not found or min(found) < 1:
-        is_short = isinstance(value, (int, float)) or (isinstance(value, Sized) and len(value) < 10)
+        is_short = isinstance(value, (int, float, str, list, tuple)) and len(str(value)) < 100
         shown = value if is_short else type(value).__qualname__
         raise wrong_argument(owner, "lengths", shown, "ints of at least 1, and at least one of them")
     return found

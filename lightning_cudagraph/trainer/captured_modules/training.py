@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,6 @@ from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun
 from lightning_cudagraph.trainer.common.captured_run import announce
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.config.settings import Settings
-from lightning_cudagraph.trainer.config.support import is_overridden
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
 
@@ -152,11 +151,12 @@ def _named(module: pl.LightningModule, names: Sequence[str]) -> dict[str, nn.Mod
                 f"`CUDAGraphCallback(modules=[...])`: there is no module `{name}`; expected names as in"
                 f" `named_modules()`. The first ones are {children}."
             )
-        if not is_overridden("forward", known[name], nn.Module):
-            members = ", ".join(f"`{name}.{child}`" for child, _ in known[name].named_children())
+        if not _has_forward(known[name]):
+            members = ", ".join(f"`{path}`" for path in _members(name, known[name]))
             raise ConfigurationError(
                 f"`CUDAGraphCallback(modules=[...])`: `{name}` is a `{type(known[name]).__qualname__}`,"
-                f" which has no `forward` that could be captured. Name its members: {members or 'none'}."
+                " which has no `forward` that could be captured."
+                + (f" Name its members: {members}." if members else "")
             )
         for other, there in found.items():
             inner = {id(each) for each in there.modules()} & {id(e) for e in known[name].modules()}
@@ -167,3 +167,16 @@ def _named(module: pl.LightningModule, names: Sequence[str]) -> dict[str, nn.Mod
                 )
         found[name] = known[name]
     return found
+
+
+def _members(name: str, module: nn.Module) -> Iterator[str]:
+    """The names of the outermost modules in a container that can be captured."""
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}"
+        yield from [path] if _has_forward(child) else _members(path, child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    method = getattr(module, "forward", None)
+    none = (None, nn.Module.forward, pl.LightningModule.forward)
+    return getattr(method, "__func__", method) not in none

@@ -18,8 +18,6 @@ from lightning_cudagraph.trainer.training.hooks.user_hooks import OF_BATCHES, TR
 # Methods that the epoch loop calls around `advance`; one set on the instance has to be called.
 AROUND = ("run", "done", "on_advance_end", "on_iteration_done", "update_lr_schedulers")
 
-_OF_LOOP = ("advance", *AROUND)
-
 # Methods of the automatic optimization; one set on the instance has to be called.
 OF_OPTIMIZATION = ("run", "_make_closure", "_optimizer_step")
 
@@ -30,7 +28,7 @@ PATCHED = (TRANSFER, "optimizer_step")
 # Hooks and methods that are called between two steps, or instead of which the fast path does something.
 _OF_MODULE = (
     *(*OF_BATCHES, *TRANSFERS, "training_step", "on_before_zero_grad", "optimizer_zero_grad"),
-    *("optimizer_step", "on_after_backward", "lr_scheduler_step"),
+    *("optimizer_step", "on_after_backward", "lr_scheduler_step", "validation_step"),
 )
 
 
@@ -67,7 +65,7 @@ class Conditions:
         picked: list[tuple[Any, tuple[str, ...]]] = [
             (trainer, ("profiler", "datamodule")),
             (module, ("_automatic_optimization",)),
-            (loop, ("automatic_optimization", "_results", *_OF_LOOP)),
+            (loop, ("advance", "automatic_optimization", "_results", *AROUND)),
             (strategy, ("_lightning_module", "_lightning_optimizers", *PATCHED)),
             (optimization, OF_OPTIMIZATION),
             (optimizer, ("_on_before_step", "_on_after_step")),
@@ -75,15 +73,9 @@ class Conditions:
         self._spaces = [vars(owner) for owner, names in picked for _ in names]
         self._names = [name for _, names in picked for name in names]
         self._values = [*map(dict.get, self._spaces, self._names)]
-        self._of_loop = vars(loop)
-        self._around = [*map(self._of_loop.get, _OF_LOOP)]
 
     def _methods_now(self) -> list[Any]:
         return [get(owner) for get, owner in self._getters]
-
-    def loop_changed(self) -> bool:
-        """True if another method has to be called before the next batch is fetched."""
-        return not all(map(operator.is_, map(self._of_loop.get, _OF_LOOP), self._around))
 
     def changed(self) -> bool:
         return (

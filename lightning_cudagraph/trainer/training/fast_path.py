@@ -335,7 +335,7 @@ class FastPath:
             # Those step once more code could stop the loop.
             or any(c.reduce_on_plateau and c.interval == "step" for c in trainer.lr_scheduler_configs)
             or self._steps.phase is not Phase.CAPTURED
-            or (self._disturbed and self._conditions.loop_changed())
+            or (self._disturbed and self._look_again())
         )
 
     def _look_again(self) -> bool:

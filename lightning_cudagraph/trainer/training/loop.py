@@ -36,7 +36,7 @@ from lightning_cudagraph.trainer.common.profilers import (
     progress_bar_notes,
 )
 from lightning_cudagraph.trainer.config.settings import Settings
-from lightning_cudagraph.trainer.config.support import described_hook, is_overridden
+from lightning_cudagraph.trainer.config.support import described_hook
 from lightning_cudagraph.trainer.training.captured_step.compiled_step import (
     compile_step,
     is_step_compiled,
@@ -255,11 +255,10 @@ class GraphedTraining:
                 "on several streams layers overlap; the time of one is from when all before it has"
                 " finished to when it has, too"
             )
-        if self._steps.optimizer_is_apart:
-            is_own = is_overridden("optimizer_step", self._module, pl.LightningModule)
-            whose = described_hook(self._module, "optimizer_step") if is_own else "code of a hook"
+        if (count := self._steps.n_apart) and self.counts.captures:
             notes.append(
-                f"the optimizer steps eagerly, because {whose} gives it no closure;"
+                f"the optimizer steps eagerly in {count} step(s), because"
+                f" {described_hook(self._module, 'optimizer_step')} calls the closure before it;"
                 " `optimizer.step(closure=closure)` is captured"
             )
         notes += progress_bar_notes(self._trainer)

@@ -56,7 +56,7 @@ class TrainingSteps:
     Attributes:
         is_state_unread: True if no user code between two replays can read the optimizer's state; set by
             the fast path.
-        optimizer_is_apart: True if an optimizer was stepped without a closure.
+        n_apart: the batches whose closure was called before the optimizer was stepped, without it.
     """
 
     def __init__(self, run: TrainingRun, engine: StepEngine[StepOutputs], recorder: Recorder) -> None:
@@ -75,7 +75,9 @@ class TrainingSteps:
         self._plain = PlainSteps(run.trainer, run.backend, run.settings)
         self._n_without_loss = 0  # warm-up steps, in a row
         self.phase = Phase.EAGER
-        self.is_state_unread = self.optimizer_is_apart = False
+        self.is_state_unread = False
+        self.n_apart = 0
+        self._was_closure_called = False  # outside of a step of the optimizer
         self._is_in_optimizer = False  # in an eager step, whose closure the optimizer calls
         self._are_batches_unseen: bool | None = None
         # The graphs with the latest batch in their static inputs, and the loader's batch.
@@ -168,6 +170,12 @@ class TrainingSteps:
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
     ) -> Any:
         """Patch of `Strategy.optimizer_step`, in which the whole training step happens."""
+        try:
+            return self._step(optimizer, closure, model, **kwargs)
+        finally:
+            self._was_closure_called = False
+
+    def _step(self, optimizer: Optimizer, closure: Any, model: Any, **kwargs: Any) -> Any:
         run, part = self._run, self._part
         try:
             part.adopt(optimizer, not self._engine.given_up)
@@ -181,8 +189,8 @@ class TrainingSteps:
                 return self._eager_step(optimizer, closure, model, **kwargs)
 
         if not isinstance(closure, GraphClosure):
-            if closure is do_nothing_closure:  # the batch was counted where its closure was called
-                self.optimizer_is_apart = True
+            if self._was_closure_called:  # and its batch counted there
+                self.n_apart += 1
             elif not run.optimization._skip_backward:
                 reason = "a step of the optimizer without one of Lightning's closures"
                 self._engine.counts.note_eager(reason)
@@ -236,6 +244,7 @@ class TrainingSteps:
         if self._is_in_optimizer:
             with self._part.optimizer.floats_inside():
                 return eagerly()
+        self._was_closure_called = True
         if self._part.eager_reason is None and not self._engine.given_up:
             counts, drops = self._engine.counts, closure.drops_gradients
             kind = self._plain.next(counts, closure.batch, drops, steps=False)
