@@ -147,9 +147,11 @@ class StepsTwice(Net):
         self.optimizers().step()  # type: ignore[union-attr]
 
 
-def test_a_step_more_than_batches_is_counted(tmp_path: Path, accelerator: str) -> None:
+@pytest.mark.parametrize("window", [1, 2])
+def test_steps_in_a_hook_are_counted(tmp_path: Path, accelerator: str, window: int) -> None:
     callback = CUDAGraphCallback()
-    graph = train(make(StepsTwice), tmp_path, callback, accelerator=accelerator, max_epochs=2)
+    kwargs: dict[str, Any] = {"accelerator": accelerator, "accumulate_grad_batches": window}
+    graph = train(make(StepsTwice), tmp_path, callback, max_epochs=2, **kwargs)
     batches = 2 * (FULL_BATCHES + 1)
     assert sum(graph.counts.eager.values()) >= batches
     assert "calls the closure before" not in str(callback.summary)

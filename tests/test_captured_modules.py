@@ -1286,7 +1286,8 @@ def test_arguments(arguments: dict[str, Any], message: str) -> None:
 class WithBlocks(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Identity(), nn.Identity()])
+        self.blocks = nn.ModuleList([nn.Identity(), nn.ModuleList([nn.Identity()])])
+        self.scales = nn.ParameterList([torch.zeros(1)])
 
 
 @pytest.mark.parametrize(
@@ -1296,8 +1297,9 @@ class WithBlocks(Net):
         ([""], "there is no module ``"),
         (
             ["blocks"],
-            "`blocks` is a `ModuleList`, which has no `forward`.* members: `blocks.0`, `blocks.1`",
+            "`blocks` is a `ModuleList`, which has no `forward`.* members: `blocks.0`, `blocks.1.0`",
         ),
+        (["scales"], "`scales` is a `ParameterList`, .* Name a module that the step calls"),
         (
             ["features", "features.0"],
             "`features.0` and `features` are one module, or have one in common",

@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_cudagraph import CUDAGraphCallback, CUDAGraphError, GraphedStep
+from lightning_cudagraph.capture.gradients import external_references
+from lightning_cudagraph.capture.gradients.external_references import ExternalReferences, gradients_of
 from lightning_cudagraph.errors import HookError
 from lightning_cudagraph.tensors.layouts import Layouts
 from tests.harness import Net, assert_same, make, train
@@ -440,3 +442,29 @@ def test_a_gradient_that_the_step_reads_and_drops(accelerator: str, options: dic
         return second.weight.detach()
 
     assert torch.equal(weight(is_graphed=False), weight(is_graphed=True))
+
+
+@pytest.mark.parametrize("missing", ["", "_use_count", "_users_of"])
+def test_references_to_gradients_are_counted(
+    accelerator: str, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    if missing:  # as in a torch without it
+        monkeypatch.setattr(external_references, missing, None)
+    net = nn.Linear(3, 2).to(device_of(accelerator))
+    net(torch.ones(1, 3, device=device_of(accelerator))).sum().backward()
+    references = ExternalReferences(gradients_of(net.parameters()))
+    references.count()
+    assert not references.is_any_kept()
+    kept = net.weight.grad
+    assert references.is_any_kept()
+    del kept
+    assert not references.is_any_kept()
+    storage = net.weight.grad.untyped_storage()  # type: ignore[union-attr]
+    assert references.is_any_kept()
+    del storage
+    net.bias.grad = None  # one reference less is none of others
+    assert not references.is_any_kept()
+    view = net.weight.grad[0]  # type: ignore[index]
+    assert references.is_any_kept()
+    del view
+    assert not references.is_any_kept()

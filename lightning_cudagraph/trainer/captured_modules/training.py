@@ -153,10 +153,10 @@ def _named(module: pl.LightningModule, names: Sequence[str]) -> dict[str, nn.Mod
             )
         if not _has_forward(known[name]):
             members = ", ".join(f"`{path}`" for path in _members(name, known[name]))
+            remedy = f"Name its members: {members}." if members else "Name a module that the step calls."
             raise ConfigurationError(
                 f"`CUDAGraphCallback(modules=[...])`: `{name}` is a `{type(known[name]).__qualname__}`,"
-                " which has no `forward` that could be captured."
-                + (f" Name its members: {members}." if members else "")
+                f" which has no `forward` that could be captured. {remedy}"
             )
         for other, there in found.items():
             inner = {id(each) for each in there.modules()} & {id(e) for e in known[name].modules()}

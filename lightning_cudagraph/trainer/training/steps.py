@@ -244,7 +244,8 @@ class TrainingSteps:
         if self._is_in_optimizer:
             with self._part.optimizer.floats_inside():
                 return eagerly()
-        self._was_closure_called = True
+        # While gradients are accumulated, Lightning calls it, and no step of the optimizer follows.
+        self._was_closure_called = not self._trainer.fit_loop._should_accumulate()
         if self._part.eager_reason is None and not self._engine.given_up:
             counts, drops = self._engine.counts, closure.drops_gradients
             kind = self._plain.next(counts, closure.batch, drops, steps=False)

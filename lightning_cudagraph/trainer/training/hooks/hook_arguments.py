@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable
+from functools import cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -40,19 +41,8 @@ def ignores(hook: Callable[..., Any], position: int) -> bool:
     return isinstance(hook, FunctionType) and _is_ignored(hook.__code__, position)
 
 
-# By id, because the hash of a code object is computed from its instructions each time.
-_known: dict[tuple[int, int], tuple[CodeType, bool]] = {}
-
-
+@cache
 def _is_ignored(code: CodeType, position: int) -> bool:
-    key = id(code), position
-    if key not in _known:
-        _known[key] = code, _names_no(code, position)
-    return _known[key][1]
-
-
-def _names_no(code: CodeType, position: int) -> bool:
-    """True if code does not name the variable at a position, and cannot reach it otherwise."""
     names = code.co_varnames
     if position < code.co_argcount:
         name = names[position]
