@@ -7,6 +7,7 @@ collects these tests again, on CUDA.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from benchmarks.surroundings import NOTHING, SURROUNDINGS, batch
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.trainer.logs import shown
+from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.logs.shown import ShownValues
 from tests.harness import differences
 from tests.test_batch_hooks import Twice
@@ -154,6 +156,57 @@ def test_a_bar_shows_the_last_step_that_has_ended(
     assert shown_values[0].waits == 0  # the values of the warm-up were read by Lightning
     if accelerator != "gpu":
         assert sum(one != other for one, other in zip(plain, graph, strict=True)) > draws / 2
+
+
+def test_a_bar_without_values_takes_none_out_of_the_graph(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[int] = []
+    hand_over = LoggedStep.hand_over
+
+    def counted(logged: LoggedStep, *args: Any, **kwargs: Any) -> Any:
+        handed.append(1)
+        return hand_over(logged, *args, **kwargs)
+
+    monkeypatch.setattr(LoggedStep, "hand_over", counted)
+    runs = twice(tmp_path, accelerator, monkeypatch, "default Trainer: bar, checkpoints")
+    assert runs.quick > BATCHES
+    # Loggers are due every ten steps; others are the first of an epoch, and those that are verified.
+    assert len(handed) < BATCHES
+
+
+class ShownLater(Callback):
+    """Logs a value for the bar from the middle of the first epoch on."""
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step > BATCHES // 2:
+            pl_module.log("later", float(trainer.global_step), prog_bar=True)
+
+
+def test_a_value_that_a_hook_begins_to_log_is_drawn(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[list[Any]] = []
+    begin = TQDMProgressBar.on_train_start
+
+    def begins(bar: TQDMProgressBar, *args: Any) -> None:
+        drawn.append([])
+        begin(bar, *args)
+
+    def draw(bar: Any, items: dict[str, Any]) -> None:
+        drawn[-1].append(items.get("later"))
+
+    begins.__module__ = draw.__module__ = TQDMProgressBar.__module__
+    monkeypatch.setattr(TQDMProgressBar, "on_train_start", begins)
+    monkeypatch.setattr(tqdm_progress.Tqdm, "set_postfix", draw)
+    around = SURROUNDINGS["default Trainer: bar, checkpoints"]
+    monkeypatch.setitem(SURROUNDINGS, NOTHING, replace(around, callbacks=(ShownLater,)))
+    runs = twice(tmp_path, accelerator, monkeypatch, NOTHING)
+    assert runs.quick > BATCHES
+    assert drawn[0] == drawn[1]
+    assert sum(value is not None for value in drawn[1]) > BATCHES
 
 
 class Bar(TQDMProgressBar):

@@ -161,8 +161,10 @@ class GraphedTraining:
         metrics = loop._results.metrics
 
         def settled_metrics(on_step: bool) -> Any:
-            run.logs.settle()
             shown = run.shown
+            if shown.is_drawing and not run.logs.is_any_on_bar():
+                return {"callback": {}, "log": {}, "pbar": {}}  # and no copies of what is logged
+            run.logs.settle()
             if shown.is_drawing and (found := shown.metrics(loop._results.values())) is not None:
                 return found
             read = metrics(on_step)
