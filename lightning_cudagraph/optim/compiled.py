@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_cudagraph.compat.attributes import do_nothing
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.supported_optimizers import Form
 
@@ -46,12 +47,7 @@ def is_in_compiled_code() -> bool:
     if not getattr(LBFGS.step, "_torchdynamo_disable", False):
         return False
     wrapper = _wrapper_code()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is wrapper:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is wrapper for frame in frames(sys._getframe(1)))
 
 
 def refuse_changes(optimizer: Optimizer, form: Form, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from types import FrameType
 
 from torch import Tensor
 
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.lines.user_lines import (
@@ -80,13 +81,12 @@ def _key(at: Location) -> tuple[str, str]:
 
 def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of the user's own files in a step, outwards."""
-    while frame is not None:
-        code = frame.f_code
+    for caller in frames(frame):
+        code = caller.f_code
         if code.co_filename.startswith(PACKAGE_DIR) and not is_in_between(code):
             return
-        if is_users(code, frame.f_globals) and not is_installed(code.co_filename):
-            yield frame
-        frame = frame.f_back
+        if is_users(code, caller.f_globals) and not is_installed(code.co_filename):
+            yield caller
 
 
 def _has_tensors(frame: FrameType) -> bool:

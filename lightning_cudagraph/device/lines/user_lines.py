@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.errors import Location
 
@@ -55,9 +56,7 @@ _Frame = tuple[CodeType, dict[str, Any], int]  # the code, its globals, the line
 
 
 def _frames_outwards(frame: FrameType | None) -> Iterator[_Frame]:
-    while frame is not None:
-        yield frame.f_code, frame.f_globals, frame.f_lineno
-        frame = frame.f_back
+    return ((caller.f_code, caller.f_globals, caller.f_lineno) for caller in frames(frame))
 
 
 def is_of_libraries(path: str) -> bool:

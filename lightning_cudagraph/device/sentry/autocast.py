@@ -9,14 +9,15 @@ from which autocast is restored.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
 
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.compat.names.torch_names import OpOverload, OpOverloadPacket
 
@@ -43,7 +44,7 @@ def reaching(
     if not _calls_others(func, device_type) or not _is_on(device_type):
         return nullcontext()
     name = func._schema.name
-    for frame in _frames(sys._getframe(2)):
+    for frame in frames(sys._getframe(2)):
         if frame.f_code in _calls_of_ops():
             caller = frame.f_locals["self"]
             if getattr(caller, "overloadpacket", caller)._qualified_op_name != name:
@@ -59,12 +60,6 @@ def reaching(
 @cache
 def _calls_of_ops() -> tuple[CodeType, CodeType]:
     return OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _calls_others(func: Any, device_type: str) -> bool:

@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.device.host_work import LateValue, work_under_capture
 from lightning_cudagraph.device.lines.raising_branches import (
@@ -181,10 +182,10 @@ def _module(frame: FrameType) -> str:
 
 def _asking() -> FrameType | None:
     """The frame whose read a mode sees."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and (is_in_between(frame.f_code) or _module(frame).startswith(WRAPPERS)):
-        frame = frame.f_back
-    return frame
+    callers = frames(sys._getframe(2))
+    return next(
+        (f for f in callers if not (is_in_between(f.f_code) or _module(f).startswith(WRAPPERS))), None
+    )
 
 
 def _is_outside(frame: FrameType) -> bool:

@@ -15,13 +15,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_cudagraph.compat.attributes import do_nothing
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.device.generators import Generators, HostDraws
 from lightning_cudagraph.device.host_work import HostInput, HostWork, work_under_capture
 from lightning_cudagraph.device.lines.user_lines import user_location
@@ -192,9 +192,5 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 def _is_in_compiled_code() -> bool:
     """True in code of Inductor, whose kernels for the CPU are no ops."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("torch._inductor"):
-            return True
-        frame = frame.f_back
-    return False
+    callers = frames(sys._getframe(1))
+    return any(str(f.f_globals.get("__name__")).startswith("torch._inductor") for f in callers)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map_only
 from lightning_cudagraph.tensors.writes import storage_id, written_by
 
@@ -126,12 +126,10 @@ class KnownValues:
 
 def _is_asked_by_a_layer() -> bool:
     """True if the op being dispatched was called by one of torch's own layers."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame in frames(sys._getframe(2)):
         module = str(frame.f_globals.get("__name__"))
         if frame.f_code.co_name not in _MODES and not module.startswith(WRAPPERS):
             return module.startswith(_LAYERS)
-        frame = frame.f_back
     return False
 
 

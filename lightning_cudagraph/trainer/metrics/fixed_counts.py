@@ -17,6 +17,7 @@ import torch
 from torchmetrics.utilities import data
 
 from lightning_cudagraph.compat.features import COUNTED_CLASSES
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 
@@ -43,6 +44,6 @@ class FixedCounts(OwnFunctionMode):
 
 def _is_of_metric(frame: FrameType | None) -> bool:
     """True if a call comes from torchmetrics' `_bincount`."""
-    while frame is not None and frame.f_code.co_name == "__torch_function__":  # of other modes
-        frame = frame.f_back
-    return frame is not None and frame.f_code is _counts()
+    codes = (caller.f_code for caller in frames(frame))
+    # Past the handlers of other modes.
+    return next((code for code in codes if code.co_name != "__torch_function__"), None) is _counts()

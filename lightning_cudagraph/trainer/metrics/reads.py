@@ -19,6 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.device.lines.user_lines import is_users, user_frame
 from lightning_cudagraph.errors import Location
 
@@ -88,13 +89,12 @@ class MetricReads:
 
 def _user_caller(metric: Metric, frame: FrameType | None) -> FrameType | None:
     """The user's frame that reads an attribute, outside of the metric's own code; None if another's."""
-    while frame is not None:
-        code = frame.f_code
-        receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    for caller in frames(frame):
+        code = caller.f_code
+        receiver = caller.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         file = code.co_filename
-        is_users_code = is_users(code, frame.f_globals)
+        is_users_code = is_users(code, caller.f_globals)
         passes_on = file.startswith("<") or (file.startswith(_STDLIB) and _PACKAGES not in file)
         if receiver is not metric and (is_users_code or not passes_on):
-            return frame if is_users_code else None
-        frame = frame.f_back
+            return caller if is_users_code else None
     return None

@@ -9,6 +9,7 @@ one `ExitStack`.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import Step, StepCounts
 from lightning_cudagraph.compat.features import FAST_PATH
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.compat.tables import notes, notes_of_captures
 from lightning_cudagraph.device.backend import Backend
@@ -56,12 +58,9 @@ def is_in_fit(trainer: pl.Trainer) -> bool:
     """True if the loop of `fit` is on the call stack."""
     loop: Any = trainer.fit_loop
     code = inspect.unwrap(type(loop).run).__code__
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is loop:
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code is code and frame.f_locals.get("self") is loop for frame in frames(sys._getframe(1))
+    )
 
 
 class GraphedTraining:

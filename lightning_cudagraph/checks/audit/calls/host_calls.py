@@ -67,6 +67,7 @@ from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.device.lines.user_lines import is_installed, user_frame
 from lightning_cudagraph.device.refusals.first_refusal import forbidden, note_receiver, refuse
 from lightning_cudagraph.errors import CaptureError, Location
@@ -391,12 +392,9 @@ class HostCalls:
         where = user_frame(user_caller)
         refuse(lost_effect(name, where, afterwards(where), "item_and_print"))
 
-    def _is_inside_allowed(self, frame: FrameType | None) -> bool:
-        while self._allowed_code and frame is not None:
-            if id(frame.f_code) in self._allowed_code:
-                return True
-            frame = frame.f_back
-        return False
+    def _is_inside_allowed(self, frame: FrameType) -> bool:
+        allowed = self._allowed_code
+        return bool(allowed) and any(id(caller.f_code) in allowed for caller in frames(frame))
 
     def _allows(self, name: str) -> bool:
         return bool({name, short_name(name), name.removesuffix("()")} & self._rules.harmless)

@@ -13,11 +13,13 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import date, datetime
+from itertools import takewhile
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
 
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
 
 _NEXT = "__next__"
@@ -90,11 +92,8 @@ def system_module(function: Any, receiver: Any) -> str:
 
 def is_import(frame: FrameType | None, user_caller: FrameType) -> bool:
     """True for a call by Python's own code that finds and loads modules."""
-    while frame is not None and frame is not user_caller:
-        if str(frame.f_globals.get("__name__", "")).startswith(_IMPORTS):
-            return True
-        frame = frame.f_back
-    return False
+    inside = takewhile(lambda caller: caller is not user_caller, frames(frame))
+    return any(str(caller.f_globals.get("__name__", "")).startswith(_IMPORTS) for caller in inside)
 
 
 def opens_to_read(frame: FrameType) -> bool:

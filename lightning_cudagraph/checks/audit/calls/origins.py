@@ -7,6 +7,7 @@ from enum import Enum
 from types import FrameType
 
 from lightning_cudagraph.checks.audit.calls.known_calls import RECORDERS
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.device.lines.user_lines import is_users
 
 _WRITERS = RECORDERS | {"numpy", "tqdm", "rich"}
@@ -52,6 +53,5 @@ class Origins:
 
     def user_caller(self, frame: FrameType | None) -> FrameType | None:
         """The frame of user code that made a call, past code that acts for its caller; or None."""
-        while frame is not None and self.of(frame) is Origin.PASSES_ON:
-            frame = frame.f_back
-        return frame if frame is not None and self.is_users(frame) else None
+        caller = next((f for f in frames(frame) if self.of(f) is not Origin.PASSES_ON), None)
+        return caller if caller is not None and self.is_users(caller) else None
