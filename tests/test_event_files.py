@@ -38,7 +38,8 @@ from lightning_cudagraph.timing.sinks.tensorboard.records import (
     curves_of,
     n_bytes,
 )
-from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter, other_loggers_writer
+from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter
+from lightning_cudagraph.trainer.training.times.run_times import other_loggers_writer
 
 PARTS = ("forward", "backward", "clipping", "optimizer")
 

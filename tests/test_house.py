@@ -99,7 +99,7 @@ def test_the_picture_shows_every_folder() -> None:
 
 
 def _defined(path: Path) -> set[str]:
-    """The functions `name()`, classes `Name` and methods `Name.method` that a file defines."""
+    """The constants, functions `name()`, classes and methods `Name.method` that a file defines."""
     found: set[str] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef):
@@ -107,6 +107,8 @@ def _defined(path: Path) -> set[str]:
         elif isinstance(node, ast.ClassDef):
             methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
             found |= {node.name, *(f"{node.name}.{method}" for method in methods)}
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return found
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.context import CaptureSettings
 from lightning_cudagraph.capture.decisions.stream_choice import AskedStreams, streams_for
+from lightning_cudagraph.capture.signatures.warm_ups import WARMUP_STEPS
 from lightning_cudagraph.capture.verification.late_effects import is_rehearsing
 from lightning_cudagraph.checks.unsupported_modules import refuse_nameless
 from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification
@@ -113,7 +114,7 @@ class GraphedStep(Generic[P, R]):
         optimizers: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] = (),
         *,
         scaler: GradScaler | None = None,
-        warmup_steps: int = 3,
+        warmup_steps: int = WARMUP_STEPS,
         verify: Verification | None = _DEFAULT_CHECKS,
         on_unsupported: Literal["raise", "eager"] = "raise",
         harmless: Sequence[str] = (),

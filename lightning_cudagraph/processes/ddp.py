@@ -24,7 +24,8 @@ COMM_HOOKS = (
     default_hooks.bf16_compress_hook,
 )
 # The reducer times its first ten iterations, and one in so many later, with events that no capture can
-# hold (torch/csrc/distributed/c10d/reducer.hpp, `kDDPRuntimeLoggingSampleRate`).
+# hold (torch/csrc/distributed/c10d/reducer.hpp, `kDDPRuntimeLoggingSampleRate`). What it logs as
+# its `iteration` leaves out the last step, so eleven have averaged gradients then.
 _TIMED = 10
 _SAMPLE_RATE = 100
 _NEVER = 2**30

@@ -11,6 +11,9 @@ from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.signatures import make_room
 
+# They create lazy state and library handles, and settle the allocator. With a `DistributedDataParallel`
+# more are needed: `is_settled` in processes/ddp.py.
+WARMUP_STEPS = 3
 # Of a signature that comes after others: optimizer state, gradient buckets and kernels are there, and
 # what is left is to see what its code does. Two steps show if a number that it logs changes each time.
 _LATER_STEPS = 2

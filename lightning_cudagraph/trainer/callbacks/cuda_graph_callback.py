@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.capture.decisions.stream_choice import AskedStreams, streams_for
+from lightning_cudagraph.capture.signatures.warm_ups import WARMUP_STEPS
 from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, TRAINING
 from lightning_cudagraph.compat.installed import gpu_without_cuda
@@ -31,7 +32,7 @@ from lightning_cudagraph.trainer.command.doctor import examine
 from lightning_cudagraph.trainer.config.arguments import check_arguments, check_instance, check_trainer
 from lightning_cudagraph.trainer.config.padding import Padding
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
-from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, BackendName, Stage
+from lightning_cudagraph.trainer.config.support import BackendName, Stage
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.training.loop import is_in_fit
 
@@ -419,7 +420,7 @@ class CUDAGraphCallback(Callback):
         """Return the arguments in a normal form, for the comparison of processes."""
         names = inspect.signature(CUDAGraphCallback).parameters
         return {name: getattr(self, name) for name in names} | {
-            "warmup_steps": self.warmup_steps or DEFAULT_WARMUP_STEPS,
+            "warmup_steps": self.warmup_steps or WARMUP_STEPS,
             "streams": streams_for(self.streams),
             "harmless": sorted(set(self.harmless)),
         }
@@ -428,7 +429,7 @@ class CUDAGraphCallback(Callback):
         return Settings(
             scope=self.scope,
             modules=self.modules,
-            warmup_steps=self.warmup_steps or DEFAULT_WARMUP_STEPS,
+            warmup_steps=self.warmup_steps or WARMUP_STEPS,
             raise_unsupported=self.on_unsupported == "raise",
             timings=self.timings,
             verify=self.verify or NO_CHECKS,

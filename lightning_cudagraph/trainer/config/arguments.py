@@ -5,12 +5,13 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from lightning_cudagraph.capture.signatures.warm_ups import WARMUP_STEPS
 from lightning_cudagraph.errors import ConfigurationError, wrong_argument
 from lightning_cudagraph.graphed_step.arguments import check_shared_arguments
 from lightning_cudagraph.tensors.buckets import Buckets
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
 from lightning_cudagraph.trainer.callbacks.layer_timings_monitor import LayerTimingsMonitor
-from lightning_cudagraph.trainer.config.support import DEFAULT_WARMUP_STEPS, callbacks_of
+from lightning_cudagraph.trainer.config.support import callbacks_of
 
 _CALLBACK = "CUDAGraphCallback"
 
@@ -52,7 +53,7 @@ def check_arguments(
             " with another scope, none"
         )
         raise _wrong("modules", modules, expected)
-    given = DEFAULT_WARMUP_STEPS if warmup_steps is None else warmup_steps
+    given = WARMUP_STEPS if warmup_steps is None else warmup_steps
     check_shared_arguments(_CALLBACK, warmup_steps=given, **shared)
 
 

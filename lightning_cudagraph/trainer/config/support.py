@@ -40,9 +40,6 @@ BackendName = Literal["auto", "cuda", "emulator", "off"]
 # An evaluation, as in the names of its step and hooks.
 Stage = Literal["validation", "test", "predict"]
 
-# Warm-up steps: they create lazy state and library handles, and settle the allocator.
-DEFAULT_WARMUP_STEPS = 3
-
 # Methods of a strategy that take part in steps.
 _STEP_METHODS = (
     *("training_step", "validation_step", "test_step", "predict_step", "post_training_step"),

@@ -8,16 +8,14 @@ order, among the events of other code, into the same file.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_cudagraph.timing.readings.spans import Reading
-from lightning_cudagraph.timing.sinks.logged_medians import MediansWriter
 from lightning_cudagraph.timing.sinks.sink import Sink
 from lightning_cudagraph.timing.sinks.tensorboard.charts import Charts
 from lightning_cudagraph.timing.sinks.tensorboard.logger_writer import LoggerWriter
@@ -123,19 +121,3 @@ class TensorBoardWriter(Sink):
             for writer in self._writers:
                 stack.callback(writer.close)
             self.flush()
-
-
-def other_loggers_writer(
-    loggers: Sequence[Logger],
-    window_steps: int,
-    step_now: Callable[[], int],
-    inner: frozenset[str],
-) -> MediansWriter:
-    """Writer of medians to the loggers that are not for TensorBoard.
-
-    A `CSVLogger` is left out: its rows have all columns, and users compare its files between runs.
-    """
-    others = [x for x in loggers if not isinstance(x, (TensorBoardLogger, CSVLogger, DummyLogger))]
-    if getattr(rank_zero_only, "rank", 0) != 0:
-        others = []
-    return MediansWriter(others, window_steps, step_now, inner)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_cudagraph.capture.context import CaptureSettings
+from lightning_cudagraph.capture.signatures.warm_ups import WARMUP_STEPS
 from lightning_cudagraph.compat.attributes import bound
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend_for import backend_for
@@ -31,7 +32,6 @@ from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
 from lightning_cudagraph.trainer.training.hooks.user_hooks import is_known
 from lightning_cudagraph.trainer.training.run import TrainingRun
 
-_WARMUP_STEPS = 3
 _COUNT = "n_averaged"
 
 
@@ -155,7 +155,7 @@ class _Average:
             ),
             backend_for(self._run.backend.device),
             CaptureSettings(
-                warmup_steps=_WARMUP_STEPS,
+                warmup_steps=WARMUP_STEPS,
                 raise_unsupported=True,
                 verify=settings.verify,
                 harmless=settings.harmless,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 
 from lightning_cudagraph.capture.steps import AccumulationPhase
@@ -41,9 +43,10 @@ from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.readings.windows import ReadingWindow
 from lightning_cudagraph.timing.sinks.dashboard import Dashboard
+from lightning_cudagraph.timing.sinks.logged_medians import MediansWriter
 from lightning_cudagraph.timing.sinks.sink import Sink
 from lightning_cudagraph.timing.sinks.tensorboard.charts import StepBand, StepLine
-from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter, other_loggers_writer
+from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.sinks.trace import TraceWriter
 from lightning_cudagraph.trainer.common.profilers import delay_notes
 from lightning_cudagraph.trainer.common.replicas import has_replicas
@@ -345,3 +348,19 @@ def _folder(trainer: pl.Trainer) -> str:
     own = logger.log_dir if isinstance(logger, (TensorBoardLogger, CSVLogger)) else None
     folder = os.fspath(own or (logger and logger.save_dir) or trainer.default_root_dir)
     return "." if "://" in folder else folder  # a store elsewhere takes no ordinary files
+
+
+def other_loggers_writer(
+    loggers: Sequence[Logger],
+    window_steps: int,
+    step_now: Callable[[], int],
+    inner: frozenset[str],
+) -> MediansWriter:
+    """Writer of medians to the loggers that are not for TensorBoard.
+
+    A `CSVLogger` is left out: its rows have all columns, and users compare its files between runs.
+    """
+    others = [x for x in loggers if not isinstance(x, (TensorBoardLogger, CSVLogger, DummyLogger))]
+    if getattr(rank_zero_only, "rank", 0) != 0:
+        others = []
+    return MediansWriter(others, window_steps, step_now, inner)
