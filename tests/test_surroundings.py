@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressB
 from lightning.pytorch.callbacks.progress import tqdm_progress
 from torch.utils.data import DataLoader
 
-from benchmarks.surroundings import NOTHING, SURROUNDINGS, batch
+from benchmarks.surroundings import NOTHING, SURROUNDINGS, Mlp, batch
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.trainer.logs import shown
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
@@ -158,8 +158,23 @@ def test_a_bar_shows_the_last_step_that_has_ended(
         assert sum(one != other for one, other in zip(plain, graph, strict=True)) > draws / 2
 
 
+class ShownAtTheEnd(Mlp):
+    """Logs a value that a bar shows at the end of an epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=False, on_epoch=True, prog_bar=True)
+        return loss
+
+
+@pytest.mark.parametrize("build", [Mlp, ShownAtTheEnd])
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_a_bar_without_values_takes_none_out_of_the_graph(
-    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    accelerator: str,
+    monkeypatch: pytest.MonkeyPatch,
+    bar: Callable[[], Callback],
+    build: type[Mlp],
 ) -> None:
     handed: list[int] = []
     hand_over = LoggedStep.hand_over
@@ -169,7 +184,9 @@ def test_a_bar_without_values_takes_none_out_of_the_graph(
         return hand_over(logged, *args, **kwargs)
 
     monkeypatch.setattr(LoggedStep, "hand_over", counted)
-    runs = twice(tmp_path, accelerator, monkeypatch, "default Trainer: bar, checkpoints")
+    around = SURROUNDINGS["default Trainer: bar, checkpoints"]
+    monkeypatch.setitem(SURROUNDINGS, NOTHING, replace(around, build=build))
+    runs = twice(tmp_path, accelerator, monkeypatch, NOTHING, bar)
     assert runs.quick > BATCHES
     # Loggers are due every ten steps; others are the first of an epoch, and those that are verified.
     assert len(handed) < BATCHES
@@ -205,8 +222,14 @@ def test_a_value_that_a_hook_begins_to_log_is_drawn(
     monkeypatch.setitem(SURROUNDINGS, NOTHING, replace(around, callbacks=(ShownLater,)))
     runs = twice(tmp_path, accelerator, monkeypatch, NOTHING)
     assert runs.quick > BATCHES
-    assert drawn[0] == drawn[1]
-    assert sum(value is not None for value in drawn[1]) > BATCHES
+    plain, graph = drawn
+    assert [value is None for value in plain] == [value is None for value in graph]
+    values = [value for value in graph if value is not None]
+    assert len(values) > BATCHES
+    # On a GPU, those of a drawn step that has ended.
+    assert values == sorted(values)
+    assert all(now in plain[: index + 1] for index, now in enumerate(graph))
+    assert (graph[BATCHES], graph[-1]) == (plain[BATCHES], plain[-1])
 
 
 class Bar(TQDMProgressBar):
@@ -249,7 +272,7 @@ def test_other_code_reads_the_last_step(
         assert drawn[0] == drawn[1]
         assert shown_values[0].waits == 0
     told = str(runs.traces[1].callback and str(runs.traces[1].callback.summary))
-    note = "`Bar` reads logged values in every step, and waits for the device"
+    note = "reads logged values in every step, and waits for the device"
     assert (note in told) is (bar is Bar)
 
 

@@ -82,7 +82,8 @@ def draws_late(callback: Callback) -> bool:
     """True for a bar of Lightning's own that is drawn often: no user code reads its values."""
     return (
         isinstance(callback, ProgressBar)
-        and getattr(callback, "refresh_rate", 1) < _OFTEN  # else one wait for an exact value is cheap
+        # One that is drawn seldom waits for an exact value. The rate of Rich's bar is one of a second.
+        and not (isinstance(callback, TQDMProgressBar) and callback.refresh_rate >= _OFTEN)
         and is_known(callback.on_train_batch_end)
         and is_known(callback.get_metrics)
     )

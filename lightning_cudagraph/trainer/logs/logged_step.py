@@ -48,9 +48,6 @@ class LoggedStep:
 
     Made inside the capture: it packs the values and the loss, one tensor for each dtype, so that after a
     replay one copy each takes them out of the graph's memory.
-
-    Attributes:
-        is_on_bar: a value is logged for the progress bar.
     """
 
     def __init__(
@@ -85,7 +82,6 @@ class LoggedStep:
         ]
         logs = [(index, event) for index, event in enumerate(events) if isinstance(event, Log)]
         self._last_fx = logs[-1][1].fx if logs else None
-        self.is_on_bar = any(log.kwargs.get("prog_bar") for _, log in logs)
         # Values that the graph has added to their sums.
         self._added = [(slots[log.key], i, log) for i, log in logs if i in values and log.key in slots]
         indices = {index for _, index, _ in self._added}

@@ -168,11 +168,9 @@ class Logs:
             logged.hand_over(self._trainer)
 
     def is_any_on_bar(self) -> bool:
-        """True if a value has been logged for the progress bar, by a hook or a step."""
-        waiting = self._waiting
-        return (waiting is not None and waiting.is_on_bar) or any(
-            metric.meta.prog_bar for metric in self._results.values()
-        )
+        """True if hooks or steps log a value that a progress bar shows during an epoch."""
+        # Values that wait have been logged before, with a graph's sums among the results.
+        return any(metric.meta.prog_bar and metric.meta.on_step for metric in self._results.values())
 
     def settle(self) -> None:
         """Pass on the values that wait, if there are any."""
