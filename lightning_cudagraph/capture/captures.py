@@ -101,7 +101,7 @@ def _discard(tried: _Tried[T]) -> None:
 
 
 class Captures(Generic[T]):
-    """Captures steps for an engine."""
+    """The captures of an engine's steps."""
 
     def __init__(self, engine: EngineContext[T], invalidation: Invalidation[T]) -> None:
         self._run, self._guards, self._graphs = engine.run, engine.guards, engine.graphs

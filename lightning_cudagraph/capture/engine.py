@@ -28,7 +28,7 @@ _NOTHING = nullcontext()
 
 
 class StepEngine(Generic[T]):
-    """Takes batches through their phases.
+    """The way of batches through their phases.
 
     Warm-up goes on until `is_settled`: steps create no more state. Several engines may share `reads`,
     the reads of host values by their steps. With `have_one_signature`, all steps have the same one.

@@ -175,7 +175,7 @@ class Step(Generic[T], ABC):
 
     @property
     def timed_instances(self) -> tuple[bool, ...]:
-        """For each capture instance, True if it has timing events."""
+        """One flag for each capture instance: True if it has timing events."""
         return (False,)
 
     def all_state(self, written: Iterable[Tensor]) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ class _ExaminedStep(Protocol):
 
 
 class Diagnosis:
-    """Looks for all that keeps the steps of an engine from being captured.
+    """Search for all that keeps the steps of an engine from being captured.
 
     Args:
         looks_twice: look at the next step, too, and at what has changed between the two, before
@@ -168,4 +168,4 @@ def _moving(change: Change, moved: Moved) -> UnsupportedError:
 
 
 def _leave_out(hooks: str, drops: bool) -> None:
-    """At a graph break: its hooks run behind a replay, and not in a capture."""
+    """A graph break: its hooks run behind a replay, and not in a capture."""

@@ -165,7 +165,7 @@ class HostDraws:
         drawn.after = generator.get_state()
 
     def look(self) -> None:
-        """See if a generator was moved by other code."""
+        """Find out if a generator was moved by other code."""
         self.are_moved |= any(drawn.is_moved() for drawn in self._drawn.values())
 
     def hides(self, generator: torch.Generator) -> bool:

@@ -30,7 +30,7 @@ class SavedMemory:
         self.made_inside: set[int] = set()
 
     def before(self, tensors: Iterable[Tensor]) -> None:
-        """Before an op: copy the older storages among its inputs.
+        """Copy the older storages among the inputs of an op that follows.
 
         All inputs, not only those that the schema declares as written: `native_batch_norm` writes its
         running statistics undeclared.
@@ -44,7 +44,7 @@ class SavedMemory:
             self._saved[key] = (whole, whole.clone())
 
     def after(self, tensors: Iterable[Tensor]) -> None:
-        """After an op: the storages of its results that are not older were made inside."""
+        """Note the storages of an op's results that are not older: they were made inside."""
         self.made_inside.update(key for t in tensors if (key := storage_id(t)) not in self._saved)
 
     @property
@@ -60,7 +60,7 @@ class SavedMemory:
 
 
 class _Saving(OwnDispatchMode):
-    """Copies what each op reads or writes, before it runs."""
+    """Mode that copies what each op reads or writes, before it runs."""
 
     def __init__(self, memory: SavedMemory) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Saving(OwnDispatchMode):
 
 
 class UnknownWrites(OwnDispatchMode):
-    """Finds writes into memory that is older than a run and not known, and undoes them.
+    """Mode that finds writes into memory that is older than a run and not known, and undoes them.
 
     Args:
         known: tensors that may be written.

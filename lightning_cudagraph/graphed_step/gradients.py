@@ -24,7 +24,7 @@ from lightning_cudagraph.tensors.writes import storage_id
 
 
 class MixedWarmUpError(CUDAGraphError):
-    """Raised by a capture of a step that is on another path than its warm-up was."""
+    """A capture of a step was on another path than its warm-up."""
 
 
 class GradientEffects:
@@ -168,7 +168,7 @@ class NoGradients(GradientEffects):
 
 
 class _Watch(InputsMode):
-    """Records the trainable leaves among the inputs of ops, and the storages that ops read."""
+    """Mode that records the trainable leaves among the inputs of ops, and the storages that ops read."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class _Watch(InputsMode):
 
 
 class _Dropped(InputsMode):
-    """Ends a step in which an op takes one of some storages."""
+    """Mode that ends a step in which an op takes one of some storages."""
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ class StepResult:
 
 
 class StepRecorder:
-    """Runs a function so that it can be captured.
+    """Recorder of a function's calls.
 
     Attributes:
         carried: the rebound attributes that graphs carry. None here: a function that rebinds one is

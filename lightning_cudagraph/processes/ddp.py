@@ -64,7 +64,7 @@ class DDPState:
         self._averaged_steps += all(self.left())
 
     def left(self) -> tuple[bool, ...]:
-        """For each wrapper: True if the last step has averaged, so that the next one syncs buffers."""
+        """One flag for each wrapper: the last step has averaged, so the next one syncs buffers."""
         return tuple(ddp.require_forward_param_sync for ddp in self.wrappers)
 
     def leave(self, left: tuple[bool, ...]) -> None:

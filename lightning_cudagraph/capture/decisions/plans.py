@@ -26,7 +26,7 @@ Plan = tuple[Intent, str, Signature | None, CapturedStep[T] | None]
 
 
 class Plans(Generic[T]):
-    """Makes the plan for each batch.
+    """The plans of an engine: what to do with each batch.
 
     Attributes:
         met: the lowest and highest vote on the present batch, if the processes have voted already.

@@ -130,7 +130,7 @@ class GraphsBySignature(Generic[T]):
         return not any(graphs.is_timed for graphs in self._graphs.values())
 
     def instances(self, signature: Signature, step: Step[T]) -> tuple[bool, ...]:
-        """For each capture instance of a step, True if it has timing events."""
+        """One flag for each capture instance of a step: True if it has timing events."""
         return step.timed_instances if self.is_timed(signature) else (False,)
 
     def use(self, graphs: GraphsOfSignature[T]) -> None:

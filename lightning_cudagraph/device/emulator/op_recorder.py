@@ -57,7 +57,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 class OpRecorder(Sentry):
-    """Records ops below autograd and autocast: the kernels that a GPU would launch."""
+    """Mode that records ops below autograd and autocast: the kernels that a GPU would launch."""
 
     def __init__(self, graph: EmulatedGraph, undo: Undo, generators: Generators) -> None:
         super().__init__("cpu", generators)

@@ -381,7 +381,7 @@ def _symbol(comparison: dis.Instruction) -> str:
 
 
 def _returned(code: _Code) -> Iterator[bool]:
-    """For each `return` of a function, True if it returns None or False."""
+    """One flag for each `return` of a function: True if it returns None or False."""
     for index, now in enumerate(code.all):
         if now.opname.startswith(_LEAVES):
             constant = code.all[index - 1] if now.opname == "RETURN_VALUE" else now

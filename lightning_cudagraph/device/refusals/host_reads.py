@@ -224,7 +224,7 @@ def _lines_below(where: Location) -> str:
 
 
 def _consumers_of(call: TorchCall, where: Location) -> Iterable[str]:
-    """Those that take what a call reads; or the call itself, and the part of a slice that it reads."""
+    """The consumers of what a call reads; or the call itself, and the part of a slice that it reads."""
     if call.name in _READS:
         return consumers(where)
     start = WINDOW if has_window(where) else START

@@ -38,7 +38,7 @@ class CollectiveHook(Protocol):
     """A hook that is called before each collective is issued."""
 
     def __call__(self, name: str, tensors: Any) -> Callable[[Any], None]:
-        """Called when a collective is about to be issued on the current stream.
+        """Note that a collective is about to be issued on the current stream.
 
         Returns:
             A function to call after the collective is issued, with its `Work`; or with None if the

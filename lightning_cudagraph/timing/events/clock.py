@@ -35,7 +35,7 @@ class _Unread(NamedTuple):
 
 
 class FitClock:
-    """Selects the steps to time, reads their events, and passes the readings to the sinks.
+    """The clock of a fit: it selects the steps to time, and passes their readings to the sinks.
 
     The host does not wait for the device. After each step, the events of earlier steps that have ended
     are read; at the latest, events are read before a replay that would set them again. With two graphs

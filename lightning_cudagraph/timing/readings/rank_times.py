@@ -206,7 +206,7 @@ class RankTimes(Sink):
                 self._open.append(window)
 
     def _receive(self) -> None:
-        """In rank 0, show the windows that all have sent."""
+        """Show the windows that all have sent; called in rank 0."""
         for window in tuple(self._open):
             rows = None if self.trouble else self._try(lambda: self._taken(window))  # noqa: B023
             if rows is None:

@@ -41,7 +41,7 @@ _DEFAULT_CHECKS = Verification()
 
 
 class CUDAGraphCallback(Callback):
-    """Trains with one CUDA graph: forward, backward, clipping and optimizer step in one launch.
+    """Callback that trains with one CUDA graph: forward, backward, clipping and optimizer step.
 
     The first batches are the warm-up: training steps on a side stream. Then the step is captured, and
     every later batch of the same shape is copied into static inputs and replayed. The numbers are those

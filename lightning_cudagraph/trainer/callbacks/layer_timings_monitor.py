@@ -18,7 +18,7 @@ _AUTOMATIC = LayerTimings()
 
 
 class LayerTimingsMonitor(Callback):
-    """Times the layers of a run without graphs, with the same events and tags as in a graph.
+    """The times of layers in a run without graphs, with the same events and tags as in a graph.
 
     It changes no number of the run. With `CUDAGraphCallback`, pass the `LayerTimings` to that instead.
 

@@ -199,7 +199,7 @@ class CapturedModule:
 
     @property
     def note(self) -> str:
-        """Its calls so far, for the report."""
+        """The calls so far, for the report."""
         counts = self._counts
         said = [f"{counts.replayed} replays", f"{counts.warmed_up} in warm-up"]
         said += [f"{number} eager: {reason}" for reason, number in counts.eager.most_common()]

@@ -155,7 +155,7 @@ def _fit(
 
 
 class _SavedStates(Callback):
-    """Puts back the loaders of the enclosed runs, and what a copy of a module shares with it.
+    """Callback that puts back the loaders of runs, and what a copy of a module shares with it.
 
     The loaders are those that are given, and those of a trainer.
     """

@@ -124,7 +124,7 @@ class Estimate:
 
 
 class StepMeter(Callback):
-    """Measures the optimizer steps of a plain run, each from the start of a batch to its end.
+    """Callback that measures the optimizer steps of a plain run, from the batch to its end.
 
     Of several micro-batches the sum is taken, without the time and the ops between them. An accumulation
     window that the end of an epoch cuts short is not measured.
@@ -241,7 +241,7 @@ class StepMeter(Callback):
 
 
 class _OpCount(OwnDispatchMode):
-    """Counts ops that compute."""
+    """Mode that counts ops that compute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -268,7 +268,7 @@ class _LoggedResult(StepResult):
 
 
 class _ManualRecorder(StepRecorder):
-    """Runs a `training_step` so that it can be captured, and records what it logs."""
+    """Recorder of a `training_step`, with what it logs."""
 
     whole: _WholeStep
 

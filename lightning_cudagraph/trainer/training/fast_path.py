@@ -42,7 +42,7 @@ from lightning_cudagraph.trainer.training.times.host_times import LOADER, LOGGER
 
 @dataclass
 class _Fetched:
-    """Replaces a data fetcher whose batch has already been taken."""
+    """Replacement for a data fetcher whose batch has already been taken."""
 
     fetched: Any
     done: bool

@@ -138,7 +138,7 @@ class GraphedTraining:
 
     @property
     def optimizer_is_eager(self) -> str:
-        """Why the optimizer steps eagerly, if it does."""
+        """The reason why the optimizer steps eagerly; empty if it does not."""
         return self._part.eager_reason or ""
 
     def agree(self, agreement: Agreement) -> None:

@@ -47,7 +47,7 @@ def asked_in_python(frame: FrameType) -> Callable[[], Any] | None:
 
 def _read(function: Any) -> Callable[[], Any]:
     def read() -> Any:
-        """Its result, with None for each part that is no value."""
+        """The result of the call, with None for each part that is no value."""
         return _values_in(function())
 
     return read

@@ -143,7 +143,7 @@ def _version(gradient: Tensor | None) -> int:
 
 
 class _Reads(OwnFunctionMode):
-    """Shows the tensors whose gradients are read to `LostGradients`."""
+    """Mode that shows the tensors whose gradients are read to `LostGradients`."""
 
     def __init__(self, gradients: LostGradients) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _Reads(OwnFunctionMode):
 
 
 class _Watch(InputsMode):
-    """Shows the inputs of ops to `LostGradients`."""
+    """Mode that shows the inputs of ops to `LostGradients`."""
 
     def __init__(self, gradients: LostGradients) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ from lightning_cudagraph.trainer.training.times.marked_steps import timed_forwar
 
 
 class Recorder:
-    """Records the training steps of a run."""
+    """Recorder of the training steps of a run."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run

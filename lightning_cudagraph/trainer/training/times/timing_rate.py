@@ -25,7 +25,7 @@ _READING_US = 35.0
 
 
 class TimingRate(Sink):
-    """Decides from the first readings of a run.
+    """The rate at which steps are timed, decided from the first readings of a run.
 
     Args:
         asked: the user's own rate; None to decide.
