@@ -22,7 +22,7 @@ from lightning_cudagraph.capture.decisions.stream_choice import AskedStreams, st
 from lightning_cudagraph.capture.signatures.warm_ups import WARMUP_STEPS
 from lightning_cudagraph.capture.verification.late_effects import is_rehearsing
 from lightning_cudagraph.checks.unsupported_modules import refuse_nameless
-from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification
+from lightning_cudagraph.checks.verify.settings import DEFAULT_CHECKS, NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require
@@ -43,7 +43,6 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_DEFAULT_CHECKS = Verification()
 _inside = threading.local()
 
 
@@ -115,7 +114,7 @@ class GraphedStep(Generic[P, R]):
         *,
         scaler: GradScaler | None = None,
         warmup_steps: int = WARMUP_STEPS,
-        verify: Verification | None = _DEFAULT_CHECKS,
+        verify: Verification | None = DEFAULT_CHECKS,
         on_unsupported: Literal["raise", "eager"] = "raise",
         harmless: Sequence[str] = (),
         backend: Literal["auto", "cuda", "emulator", "off"] = "auto",

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from lightning_cudagraph.errors import AS_NUMBER, Location
+
+DRAW_THE_MASK = (
+    "With a probability that changes, draw the mask yourself: `x * (torch.rand_like(x) >= self.p) /"
+    " (1 - self.p)`, with `self.p` a registered buffer, written with `fill_` in `on_train_batch_start`."
+    " The masks are other random ones."
+)
 
 _AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step"
 
@@ -99,3 +107,8 @@ def _for_the_user(where: Location | None) -> Remedy | None:
     if where is None or not _PRINTS.search(where.source):
         return None
     return Remedy(afterwards(where), "item_and_print")
+
+
+def is_dropout(module: Any) -> bool:
+    """True for a dropout module of torch, or of a class made of one."""
+    return any(of.__module__ == nn.Dropout.__module__ for of in type(module).__mro__)

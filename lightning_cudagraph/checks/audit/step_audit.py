@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from lightning_cudagraph.checks.audit.calls.host_calls import HostCalls
 from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance, frozen_read
 from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, first_line, nearest_line
-from lightning_cudagraph.checks.audit.read_remedies import remedy_of_number
-from lightning_cudagraph.checks.guards.remedies import DRAW_THE_MASK, is_dropout
+from lightning_cudagraph.checks.audit.read_remedies import DRAW_THE_MASK, is_dropout, remedy_of_number
 from lightning_cudagraph.checks.walk.host_objects import UNSET, VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.walk.parts import UNSTEADY, Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope

@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_cudagraph.checks.audit.read_remedies import DRAW_THE_MASK, is_dropout
 from lightning_cudagraph.checks.walk.host_objects import UNSET
 from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.device.refusals.consumers import BRANCH, consumers
@@ -47,11 +48,6 @@ _RATE = (
     "Write what the step needs of it into a registered buffer, with `fill_` in `on_train_batch_start`:"
     " the learning rate there is this step's. To log it, use `LearningRateMonitor`."
     + see("changing_numbers")
-)
-DRAW_THE_MASK = (
-    "With a probability that changes, draw the mask yourself: `x * (torch.rand_like(x) >= self.p) /"
-    " (1 - self.p)`, with `self.p` a registered buffer, written with `fill_` in `on_train_batch_start`."
-    " The masks are other random ones."
 )
 _NUMBERS = (int, float, complex, np.ndarray, np.generic, list, tuple, dict, set, frozenset)
 
@@ -98,11 +94,6 @@ _VALUES = (
     ),
     (re.compile(r"\[\d+\](` of .* was set).*", re.DOTALL), r"[...]\1"),  # a list that grows
 )
-
-
-def is_dropout(module: Any) -> bool:
-    """True for a dropout module of torch, or of a class made of one."""
-    return any(of.__module__ == nn.Dropout.__module__ for of in type(module).__mro__)
 
 
 def remedy_of_value(now: Any) -> str:

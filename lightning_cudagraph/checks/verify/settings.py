@@ -51,4 +51,4 @@ def _wrong(name: str, value: object, expected: str) -> ConfigurationError:
     return ConfigurationError(f"`Verification({name}={value!r})`: expected {expected}.")
 
 
-NO_CHECKS = Verification(replays=0)
+DEFAULT_CHECKS, NO_CHECKS = Verification(), Verification(replays=0)

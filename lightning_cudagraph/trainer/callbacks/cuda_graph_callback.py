@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_cudagraph.capture.decisions.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.capture.signatures.warm_ups import WARMUP_STEPS
-from lightning_cudagraph.checks.verify.settings import NO_CHECKS, Verification
+from lightning_cudagraph.checks.verify.settings import DEFAULT_CHECKS, NO_CHECKS, Verification
 from lightning_cudagraph.compat.features import CAPTURES, TRAINING
 from lightning_cudagraph.compat.installed import gpu_without_cuda
 from lightning_cudagraph.compat.tables import require
@@ -26,10 +26,14 @@ from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.tensors.buckets import Buckets
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
 from lightning_cudagraph.timing.output.summary import RunSummary
+from lightning_cudagraph.trainer.callbacks.arguments import (
+    check_arguments,
+    check_instance,
+    check_trainer,
+)
 from lightning_cudagraph.trainer.callbacks.runs import CapturedRuns, Training
 from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
 from lightning_cudagraph.trainer.command.doctor import examine
-from lightning_cudagraph.trainer.config.arguments import check_arguments, check_instance, check_trainer
 from lightning_cudagraph.trainer.config.padding import Padding
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
 from lightning_cudagraph.trainer.config.support import BackendName, Stage
@@ -37,7 +41,6 @@ from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.training.loop import is_in_fit
 
 _AUTOMATIC_LAYERS = LayerTimings()
-_DEFAULT_CHECKS = Verification()
 
 
 class CUDAGraphCallback(Callback):
@@ -125,7 +128,7 @@ class CUDAGraphCallback(Callback):
         warmup_steps: int | None = None,
         on_unsupported: Literal["raise", "eager"] = "raise",
         timings: LayerTimings | None = _AUTOMATIC_LAYERS,
-        verify: Verification | None = _DEFAULT_CHECKS,
+        verify: Verification | None = DEFAULT_CHECKS,
         evaluation: bool = False,
         max_graphs: int = 16,
         pad_to: Buckets | Sequence[Buckets] | None = None,
