@@ -91,7 +91,7 @@ def leaves_step(
     is_trusted: Callable[[FrameType], bool],
 ) -> bool:
     """True if what is raised in the call that a frame is in leaves the step: no frame catches it."""
-    # Without `frames` of compat: this file imports nothing of the package, and is tested in other Pythons.
+    # Without `frames` of compat: this file is tested in other Pythons, alone.
     while frame is not None and not is_outside(frame):
         if not _Search(frame, is_trusted(frame)).passes_on():
             return False
