@@ -98,10 +98,11 @@ class _Late:
         pass
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
-    """The losses that each run has drawn."""
-    runs: list[list[float]] = []
+def _record_draws(
+    monkeypatch: pytest.MonkeyPatch, value: Callable[[dict[str, Any]], Any]
+) -> list[list[Any]]:
+    """A list for each run that follows, of a value of the items that its bar draws."""
+    runs: list[list[Any]] = []
     begin = TQDMProgressBar.on_train_start
 
     def begins(bar: TQDMProgressBar, *args: Any) -> None:
@@ -109,12 +110,18 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
         begin(bar, *args)
 
     def draw(bar: Any, items: dict[str, Any]) -> None:
-        runs[-1].append(items["loss"])
+        runs[-1].append(value(items))
 
     begins.__module__ = draw.__module__ = TQDMProgressBar.__module__
     monkeypatch.setattr(TQDMProgressBar, "on_train_start", begins)
     monkeypatch.setattr(tqdm_progress.Tqdm, "set_postfix", draw)
     return runs
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """The losses that each run has drawn."""
+    return _record_draws(monkeypatch, lambda items: items["loss"])
 
 
 @pytest.fixture
@@ -205,19 +212,7 @@ class ShownLater(Callback):
 def test_a_value_that_a_hook_begins_to_log_is_drawn(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn: list[list[Any]] = []
-    begin = TQDMProgressBar.on_train_start
-
-    def begins(bar: TQDMProgressBar, *args: Any) -> None:
-        drawn.append([])
-        begin(bar, *args)
-
-    def draw(bar: Any, items: dict[str, Any]) -> None:
-        drawn[-1].append(items.get("later"))
-
-    begins.__module__ = draw.__module__ = TQDMProgressBar.__module__
-    monkeypatch.setattr(TQDMProgressBar, "on_train_start", begins)
-    monkeypatch.setattr(tqdm_progress.Tqdm, "set_postfix", draw)
+    drawn = _record_draws(monkeypatch, lambda items: items.get("later"))
     around = SURROUNDINGS["default Trainer: bar, checkpoints"]
     monkeypatch.setitem(SURROUNDINGS, NOTHING, replace(around, callbacks=(ShownLater,)))
     runs = twice(tmp_path, accelerator, monkeypatch, NOTHING)
