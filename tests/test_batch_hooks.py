@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph.checks.walk.versions import Versions
 from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
@@ -184,6 +185,41 @@ SEEING: dict[str, tuple[type[Scaled], tuple[type[Sees], ...]]] = {
     "in the middle": (Seeing, (SeesTheRest, Sees)),
 }
 LONG_SEEING = {"two callbacks", "the module"}  # parts of "both" and of "in the middle"
+
+
+class Empty(Callback):
+    def on_train_batch_start(self, *args: Any) -> None: ...
+
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+
+class Unscheduled(Scaled):
+    """Without schedulers, around which Lightning's own code sets the name of a hook."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_the_name_of_a_hook_is_not_taken_for_a_change(
+    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    is_same = Versions.is_same
+
+    def counted(self: Versions, index: int) -> bool:
+        holder = self.dicts[index]
+        compared.append("_current_fx_name" in holder and "_modules" in holder)
+        return is_same(self, index)
+
+    monkeypatch.setattr(Versions, "is_same", counted)
+    batches = loader(ragged=False, batches=80)
+    runs = Twice(
+        *(tmp_path, accelerator, monkeypatch, lambda: (Empty(),), Unscheduled),
+        max_epochs=1,
+        train_loader=batches,
+    )
+    assert runs.quick > 60
+    assert sum(compared) < runs.quick  # at the capture, and where Lightning's own loop runs
 
 
 @pytest.mark.spread

@@ -37,7 +37,7 @@ from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.checks.walk import versions
 from lightning_cudagraph.checks.walk.kinds import hides_state
 from lightning_cudagraph.checks.walk.scope import Root, Scope
-from lightning_cudagraph.checks.walk.versions import Versions
+from lightning_cudagraph.checks.walk.versions import OwnWrites, Versions
 from lightning_cudagraph.checks.walk.walker import Walk
 from tests.harness import Net, assert_same, differences, make, train
 
@@ -348,6 +348,28 @@ def test_dictionaries_that_were_written_to(
     assert watched.changed() == []
     del held[2]["n"]
     assert watched.changed() == [2]
+
+
+@pytest.mark.parametrize("numbers_of_dicts", [True, False])
+def test_own_writes_hide_no_others(numbers_of_dicts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not numbers_of_dicts:
+        monkeypatch.setattr(versions, "_version", None)
+    held: dict[str, Any] = {"key": None, "n": 1}
+    writes = OwnWrites(held, "key")
+    at_first = versions.numbers_of([held])
+    writes.begin("a")
+    assert held["key"] == "a"
+    writes.write(None)
+    assert held["key"] is None
+    assert ([writes.before] == at_first) == numbers_of_dicts
+    assert ([writes.after] == versions.numbers_of([held])) == numbers_of_dicts
+    for other in ("n", "key"):
+        before = versions.numbers_of([held])
+        writes.begin("a")
+        held[other] = 2
+        writes.write("b")
+        writes.write(None)
+        assert [writes.before] != before
 
 
 def test_of_some_dictionaries_only_names_are_compared() -> None:

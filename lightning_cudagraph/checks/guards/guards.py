@@ -38,6 +38,7 @@ from lightning_cudagraph.checks.guards.switches import Contexts, global_switches
 from lightning_cudagraph.checks.walk.host_objects import is_users_class, lineage, namespace_of
 from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved, in_words, same
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
+from lightning_cudagraph.checks.walk.versions import OwnWrites
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.errors import without_addresses
 from lightning_cudagraph.tensors.host_values import HostAttribute
@@ -344,6 +345,11 @@ class Guards:
     def suspect(self) -> None:
         """Compare everything before the next replay, because something can have changed."""
         self._suspect = True
+
+    def pass_over(self, writes: OwnWrites) -> None:
+        """Do not compare a dictionary for writes of this package that it has taken back."""
+        if self._one_pass is not None:
+            self._one_pass.pass_over(writes)
 
     def changed(self) -> str | None:
         """The first change since the capture, in words; None if there is none."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_cudagraph.checks.guards.structure import Structure
 from lightning_cudagraph.checks.walk.quick import QuickComparison, referents
-from lightning_cudagraph.checks.walk.versions import Versions, numbers_of
+from lightning_cudagraph.checks.walk.versions import OwnWrites, Versions, numbers_of
 
 # Places of one dictionary: the records that hold it, each with its position there.
 _Places = list[tuple[Versions, int]]
@@ -36,6 +36,7 @@ class OnePass:
         self._dicts: list[dict[Any, Any]] = []
         self._places: list[_Places] = []
         self._numbers: list[object] = []
+        self._index: dict[int, int] = {}
 
     def _referents(self) -> list[Any]:
         return referents(self._holders, self._iterated)
@@ -63,6 +64,12 @@ class OnePass:
             self._numbers = numbers
         return True
 
+    def pass_over(self, writes: OwnWrites) -> None:
+        """Take a dictionary as compared that only these writes have changed since the last look."""
+        index = self._index.get(id(writes.held))
+        if index is not None and self._numbers[index] == writes.before:
+            self._numbers[index] = writes.after
+
     def accept(self) -> None:
         """Note that the guards have found no change that counts since the last look."""
         self._were = self._now
@@ -87,3 +94,4 @@ class OnePass:
             # That of the last comparison of all, so that what was written since is found.
             numbers = {record.numbers[index] for record, index in places}
             self._numbers.append(numbers.pop() if len(numbers) == 1 else None)
+        self._index = {id(held): index for index, held in enumerate(self._dicts)}

@@ -7,7 +7,8 @@ two or three values. A new number means a write, not another value, so the value
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from functools import partial
 from itertools import compress, repeat
 from typing import Any
 
@@ -58,6 +59,46 @@ def numbers_of(dicts: Sequence[dict[Any, Any]]) -> list[object]:
     """The present version of each dictionary."""
     # Without versions, objects that equal no others: any dictionary may have been written to.
     return [*map(_version, dicts)] if _version is not None else [object() for _ in dicts]
+
+
+# Calls an object in C.
+_call = getattr(operator, "call", operator.methodcaller("__call__"))
+
+
+class OwnWrites:
+    """Writes of this package to a key of a dictionary around other code, the last of which restores it.
+
+    Each write has a version. If there were no others in between, the content is what it was before.
+
+    Attributes:
+        before: the version before the first write; an object that equals no version, if other code has
+            written since.
+        after: the version after the last write.
+    """
+
+    def __init__(self, held: dict[Any, Any], key: str) -> None:
+        self.held = held
+        self._key = key
+        self._read: Callable[[], object] = object if _version is None else partial(_version, held)
+        self._calls: dict[object, tuple[Callable[[], object], ...]] = {}
+        self.before: object = None
+        self.after: object = None
+
+    def begin(self, value: Hashable) -> None:
+        self.before, _, self.after = self._written(value)
+
+    def write(self, value: Hashable) -> None:
+        found, _, now = self._written(value)
+        if found != self.after:
+            self.before = object()
+        self.after = now
+
+    def _written(self, value: Hashable) -> list[object]:
+        calls = self._calls.get(value)
+        if calls is None:
+            write = partial(self.held.__setitem__, self._key, value)
+            calls = self._calls[value] = self._read, write, self._read
+        return [*map(_call, calls)]  # in C, so that no other thread writes in between
 
 
 class Versions:

@@ -262,10 +262,9 @@ class FastPath:
             self._look_again()
         if (static := self._steps.to_static(batch)) is not None:
             return static
-        names = vars(self._module)  # `nn.Module.__setattr__` is slow
-        names["_current_fx_name"] = TRANSFER
+        self._hooks.current.begin(TRANSFER)
         batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        names["_current_fx_name"] = None
+        self._hooks.current.end()
         if self._disturbed:
             self._look_again()
         return batch

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning_cudagraph.trainer.common.profilers import draws_late
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
+from lightning_cudagraph.trainer.training.hooks.current_hook import CurrentHook
 from lightning_cudagraph.trainer.training.hooks.hook_arguments import ignores
 from lightning_cudagraph.trainer.training.hooks.user_hooks import BEFORE_ARGUMENTS, is_known
 from lightning_cudagraph.trainer.training.run import TrainingRun
@@ -34,12 +35,15 @@ class BatchHooks:
 
     They are looked up for each call, so that hooks can set and remove others. The profiler is
     `PassThroughProfiler`, so no action is named.
+
+    Attributes:
+        current: the name of the hook that runs.
     """
 
     def __init__(self, run: TrainingRun, steps: TrainingSteps) -> None:
         self._trainer = run.trainer
         self._module = run.module
-        self._names = vars(run.module)  # `nn.Module.__setattr__` is slow
+        self.current = CurrentHook(run.module, run.guards)
         self._shown = run.shown
         self._host = run.times.host
         self._steps = steps
@@ -51,9 +55,8 @@ class BatchHooks:
 
     def start(self, batch: Any, batch_idx: int) -> tuple[Any, Any]:
         """Call the hooks before a step; return its batch, and the answer of the module's hook."""
-        trainer, module, names, host = self._trainer, self._module, self._names, self._host
-        before = names["_current_fx_name"]
-        names["_current_fx_name"] = START
+        trainer, module, host = self._trainer, self._module, self._host
+        self.current.begin(START)
         for callback in callbacks_of(trainer):
             hook: Any = callback.on_train_batch_start
             if _does_something(hook):
@@ -62,7 +65,7 @@ class BatchHooks:
                     hook(trainer, module, batch, batch_idx)
         response = None
         if _does_something(hook := module.on_train_batch_start):
-            names["_current_fx_name"] = START
+            self.current.set(START)
             batch = self._readable(batch, hook, 0)
             with host.of_hook(module, START):
                 response = hook(batch, batch_idx)
@@ -70,13 +73,12 @@ class BatchHooks:
         if _does_something(hook := trainer.strategy.on_train_batch_start):
             batch = self._readable(batch, hook, 0)
             hook(batch, batch_idx)
-        names["_current_fx_name"] = before
+        self.current.end()
         return batch, response
 
     def end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer, module, names, host = self._trainer, self._module, self._names, self._host
-        before = names["_current_fx_name"]
-        names["_current_fx_name"] = END
+        trainer, module, host = self._trainer, self._module, self._host
+        self.current.begin(END)
         for callback in callbacks_of(trainer):
             hook: Any = callback.on_train_batch_end
             if _does_something(hook):
@@ -86,12 +88,12 @@ class BatchHooks:
                 with host.of_hook(callback, END), drawn:
                     hook(trainer, module, _given(outputs), batch, batch_idx)
         if _does_something(hook := module.on_train_batch_end):
-            names["_current_fx_name"] = END
+            self.current.set(END)
             outputs = self._copied(outputs, hook, 0)
             batch = self._readable(batch, hook, 1)
             with host.of_hook(module, END):
                 hook(_given(outputs), batch, batch_idx)
-        names["_current_fx_name"] = before
+        self.current.end()
 
     def _readable(self, batch: Any, hook: Any, position: int) -> Any:
         """The batch, or one that no replay overwrites, if the hook reads it and may keep it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable
-from functools import cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -38,10 +37,19 @@ def ignores(hook: Callable[..., Any], position: int) -> bool:
         hook, position = hook.__func__, position + 1
     while isinstance(hook, FunctionType) and hook.__globals__.get("__name__") in _PASSING_ON:
         hook = getattr(hook, "__wrapped__", None)  # type: ignore[assignment]
-    return isinstance(hook, FunctionType) and _is_ignored(hook.__code__, position)
+    if not isinstance(hook, FunctionType):
+        return False
+    code = hook.__code__
+    found = _found.get((id(code), position))
+    if found is None:
+        found = _found[id(code), position] = code, _is_ignored(code, position)
+    return found[1]
 
 
-@cache
+# By the address of the code, which is kept, because the hash of code reads all of it.
+_found: dict[tuple[int, int], tuple[CodeType, bool]] = {}
+
+
 def _is_ignored(code: CodeType, position: int) -> bool:
     names = code.co_varnames
     if position < code.co_argcount:
