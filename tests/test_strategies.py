@@ -31,8 +31,7 @@ def _names() -> dict[int, list[str]]:
     for registry in REGISTRIES:
         for name in registry.available_strategies():
             made = registry[name]
-            unused = made["init_params"].get("find_unused_parameters", False)
-            names = found.setdefault(id(row_of(made["strategy"], unused=unused)), [])
+            names = found.setdefault(id(row_of(made["strategy"])), [])
             if name not in names:
                 names.append(name)
     return found
@@ -74,10 +73,6 @@ def test_a_subclass_has_the_row_of_its_nearest_ancestor() -> None:
         (of_trainer.FSDPStrategy(), "`FSDPStrategy` is not captured: FSDP1"),
         (of_fabric.FSDPStrategy(), "`FSDPStrategy` is not captured: FSDP1"),
         (of_fabric.DataParallelStrategy(), "copies the module to all devices"),
-        (
-            of_trainer.DDPStrategy(find_unused_parameters=True),
-            r"`DDPStrategy\(find_unused_parameters=True\)` is not captured: it reads on the host",
-        ),
         (object.__new__(of_trainer.DeepSpeedStrategy), "DeepSpeed's engine"),
         (object.__new__(of_trainer.XLAStrategy), "XLA devices have no CUDA graphs"),
         (object(), "`object` is not captured: its effects in a step are unknown"),

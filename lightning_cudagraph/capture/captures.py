@@ -29,6 +29,13 @@ from lightning_cudagraph.tensors.static import StaticBatch, refuse_shared_memory
 _REPORT_IT = "This is a bug in `lightning_cudagraph`: please report it."
 
 
+_OTHERS_EACH_TIME = (
+    "Other parameters take part in the step each time that it is captured, and gradients are averaged"
+    " with `find_unused_parameters=True`."
+)
+_USE_THE_SAME = "Let the code of the step choose the same parameters each time."
+
+
 def _failure_of_ranks(findings: Iterable[Finding | None]) -> UnsupportedError | None:
     """Rebuild the error of the first rank that has one."""
     for rank, found in enumerate(findings):
@@ -191,15 +198,22 @@ class Captures(Generic[T]):
             reads.narrow(*before)
         return tried
 
-    def _tried(self, step: Step[T], signature: Signature) -> _Tried[T]:
-        """Try to capture a step, and tell all processes how it went."""
+    def _tried(self, step: Step[T], signature: Signature, is_second: bool = False) -> _Tried[T]:
+        """Try to capture a step, and tell all processes how it went.
+
+        Args:
+            is_second: the first attempt has shown which parameters other processes use.
+        """
         tried = self._tried_here(step, signature)
         is_broken = self._run.replicas.is_broken
         if (agreement := self._run.agreement) is not None:
             found = tried.failure and tried.failure.findings[0]
             has_breaks = tried.captured is not None and tried.captured.has_breaks
-            mine = (found, tried.raised, tried.sent_back, is_broken, has_breaks, tried.reads)
-            reasons, texts, back, broken, breaks, reads = zip(*agreement.gather(mine), strict=True)
+            used = self._run.replicas.used
+            mine = (found, tried.raised, tried.sent_back, is_broken, has_breaks, tried.reads, used)
+            reasons, texts, back, broken, breaks, reads, of_all = zip(
+                *agreement.gather(mine), strict=True
+            )
             is_broken = any(broken)
             tried.reads = _Reads(*map(any, zip(*reads, strict=True)))
             tried.sent_back = of_ranks(back)
@@ -211,6 +225,12 @@ class Captures(Generic[T]):
                 if tried.has_failed or tried.sent_back:
                     tried.captured.release()
                     tried.captured = None
+            is_over = tried.has_failed or tried.sent_back or tried.reads.are_new
+            if self._run.replicas.settle_used(of_all) and not is_over:
+                _discard(tried)
+                if not is_second:
+                    return self._tried(step, signature, is_second=True)
+                tried.failure = UnsupportedError(_OTHERS_EACH_TIME, _USE_THE_SAME)
         if is_broken:
             self._run.replicas.reset()
         if tried.has_failed and not tried.reads.are_new:  # it fails whatever it reads
@@ -303,6 +323,7 @@ class Captures(Generic[T]):
                 stack.enter_context(step.transaction())
                 stack.enter_context(outside_inference_mode())
                 stack.enter_context(self._compiled.one_look())
+                stack.enter_context(self._run.replicas.taking_part())
                 made.append(self._captured(step, signature))
             refuse_shared_memory(step.batch, made[0].written)
         except BaseException:
@@ -329,6 +350,7 @@ class Captures(Generic[T]):
                 self._compiled,
                 one_place=step.in_window and step.accumulation == MAKES_GRADIENTS,
                 in_place=self._copies.in_place,
+                unread=self._run.replicas.tables(),
             )
             captured.capture(step.record, first)
             return captured

@@ -172,6 +172,7 @@ class CapturedStep(Generic[T]):
             `torch.compile`, to inspect its Python.
         one_place: all instances write gradients to the same addresses, for steps that add to them.
         in_place: parameters with gradients of user code, which the step adds to in their memory.
+        unread: tensors that the step writes, and neither it nor user code reads.
 
     Attributes:
         tape: the ops of the step at its first verification.
@@ -188,8 +189,10 @@ class CapturedStep(Generic[T]):
         compiled: CompiledCode,
         one_place: bool,
         in_place: Iterable[nn.Parameter] = (),
+        unread: Iterable[Tensor] = (),
     ) -> None:
         self._backend = backend
+        self._unread = {*map(storage_id, unread)}
         self.static = static
         self._compiled = compiled
         self._one_place = one_place
@@ -226,7 +229,8 @@ class CapturedStep(Generic[T]):
                 for parameter, grad in there:
                     parameter.grad = grad
             own = {storage_id(gradient) for each in self._instances for _, gradient in each.gradients}
-            self.written = [tensor for tensor in self.written if storage_id(tensor) not in own]
+            left_out = own | self._unread
+            self.written = [tensor for tensor in self.written if storage_id(tensor) not in left_out]
             self.gradients.note_written({*map(storage_id, self.written)})
             self.has_breaks = bool(self._instances[0].breaks)
             self._rings = {

@@ -6,16 +6,19 @@ set after each replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.compat.features import REPLICAS
 from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.device.sentry.tables import table_of_a_wrapper
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.processes.unused_parameters import UnusedParameters, UsedParameters
 
 # Communication hooks without state between steps.
 COMM_HOOKS = (
@@ -45,6 +48,7 @@ class DDPState:
     ) -> None:
         self.wrappers = [*wrappers]
         self._check = check
+        self._unused = [UnusedParameters(ddp) for ddp in self.wrappers if ddp.find_unused_parameters]
         self.is_broken = False
         self._averaged_steps = _SORTED_AFTER  # since a backward pass was aborted
 
@@ -85,6 +89,33 @@ class DDPState:
         finally:
             self.leave(before)
 
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Let all parameters take part in the enclosed capture, where a wrapper looks for the others."""
+        with ExitStack() as stack:
+            for ddp in self.wrappers:
+                if ddp.find_unused_parameters or ddp.static_graph:
+                    n_parameters = sum(p.requires_grad for p in ddp.module.parameters())
+                    stack.enter_context(table_of_a_wrapper(n_parameters))
+            for unused in self._unused:
+                stack.enter_context(unused.taking_part())
+            yield
+
+    @property
+    def used(self) -> tuple[UsedParameters | None, ...]:
+        """The parameters that the last capture has used, for each wrapper that looks for the others."""
+        return tuple(unused.last for unused in self._unused)
+
+    def tables(self) -> list[Tensor]:
+        """The tensors of wrappers on the device that steps write, and that wrappers alone read."""
+        return [unused.table() for unused in self._unused]
+
+    def settle_used(self, of_ranks: Sequence[tuple[UsedParameters | None, ...]]) -> bool:
+        """Note what all processes have used; return True if they have to capture again, with that."""
+        by_wrapper = zip(*of_ranks, strict=True)
+        are_wrong = [u.settle(each) for u, each in zip(self._unused, by_wrapper, strict=True)]
+        return any(are_wrong)
+
     def reset(self) -> None:
         """Reset the reducers after an aborted backward pass, in all processes: buckets are rebuilt."""
         self.is_broken = False
@@ -117,13 +148,6 @@ def check_wrapper(
     """
     require(REPLICAS)
     device = next(ddp.parameters()).device
-    if ddp.find_unused_parameters:
-        raise UnsupportedError(
-            f"{what} with `find_unused_parameters=True` reads on the host, in every backward pass, which"
-            " parameters took part.",
-            "Leave it out, and let all parameters take part in every step; freeze others with"
-            " `requires_grad_(False)`.",
-        )
     for argument, value in (
         ("static_graph", ddp.static_graph and not by_strategy),
         ("mixed_precision", ddp.mixed_precision),

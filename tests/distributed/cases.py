@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,6 +52,7 @@ from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.dataflow import Flow
 from lightning_cudagraph.errors import PeerError, VerificationError
 from lightning_cudagraph.processes import failures
+from lightning_cudagraph.processes.ddp import DDPState
 from lightning_cudagraph.processes.shared_page import SharedPage
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times import baseline
@@ -316,20 +316,100 @@ class Unused(Net):
         self.unused = nn.Parameter(torch.ones(3))
 
 
-def unused_parameters_are_refused(here: Here) -> None:
-    """The search for them reads on the host; or all go on without a graph."""
-    wrapper = {"find_unused_parameters": True}
-    graph = here.train("graph", CUDAGraphCallback(), Unused, wrapper, raises=UnsupportedError)
-    assert "find_unused_parameters=True" in str(graph.error), graph.error
-    assert not graph.steps
-    callback = CUDAGraphCallback(on_unsupported="eager")
-    plain = here.train("plain", None, Unused, wrapper)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "lightning_cudagraph: all steps eager")  # on rank 0
-        graph = here.train("eager", callback, Unused, wrapper)
-    assert_same(plain, graph)
-    assert not callback.summary.stages
-    assert "all steps eager" in str(callback.summary)
+class UsedByOne(Unused):
+    """Has a layer that one process uses, one of the other at first, and one that all use later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_one = nn.Linear(4, 4)
+        self.later = nn.Linear(4, 4)
+        self.at_first = nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if self.global_rank == 1:
+            result["loss"] = result["loss"] + self.of_one(result["logits"]).square().mean()
+        if self.current_epoch >= 3:
+            result["loss"] = result["loss"] + self.later(result["logits"]).square().mean()
+        elif self.global_rank == 0:
+            result["loss"] = result["loss"] + self.at_first(result["logits"]).square().mean()
+        return result
+
+
+def _same_where_unused_are_looked_for(here: Here, build: type[Net], view: bool) -> Trace:
+    wrapper = {"find_unused_parameters": True, "gradient_as_bucket_view": view, **BUCKETS}
+    made = {"build": build, "wrapper": wrapper, "max_epochs": 5}
+    plain = here.train(f"{build.__name__}{view} plain", None, **made)
+    graph = here.train(f"{build.__name__}{view} graph", CUDAGraphCallback(), **made)
+    assert_same(plain, graph, ignore=("_ms/",))
+    return graph
+
+
+def same_numbers_where_one_uses_a_layer(here: Here) -> None:
+    """`find_unused_parameters=True`; another layer comes into use later."""
+    graph = _same_where_unused_are_looked_for(here, UsedByOne, False)
+    assert graph.counts.replayed >= 10, graph.counts
+
+
+def same_numbers_where_unused_are_looked_for(here: Here) -> None:
+    """`find_unused_parameters=True` where all parameters are used, and where one is not."""
+    for build, view in ((Net, False), (Unused, False), (Unused, True), (UsedByOne, True)):
+        graph = _same_where_unused_are_looked_for(here, build, view)
+        assert graph.counts.replayed >= (10 if build is UsedByOne else 20), graph.counts
+
+
+def same_numbers_where_unused_are_looked_for_accumulated(here: Here) -> None:
+    """The wrapper looks in the step that averages."""
+    wrapper = {"find_unused_parameters": True, **BUCKETS}
+    _, graph = here.assert_same_runs(
+        build=Unused,
+        wrapper=wrapper,
+        max_epochs=6,
+        accumulate_grad_batches=2,
+        train_loader=loader(batches=12),
+    )
+    assert graph.counts.replayed >= 12, graph.counts
+
+
+class UsedBefore(Net):
+    """Has a layer that every second batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.is_first = True
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.is_first = batch_idx % 2 == 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if self.is_first:
+            result["loss"] = result["loss"] + self.before(result["logits"]).square().mean()
+        return result
+
+
+def gradients_from_before_of_unused_parameters(here: Here) -> None:
+    """The step that averages finds the gradient of a parameter that it does not use."""
+    wrapper = {"find_unused_parameters": True, **BUCKETS}
+    made = {
+        "build": UsedBefore,
+        "wrapper": wrapper,
+        "accumulate_grad_batches": 2,
+        "train_loader": loader(False, batches=40),
+    }
+    _, graph = here.assert_same_runs(**made)
+    assert "`before.weight` takes no part in a step" in "; ".join(graph.counts.eager), graph.counts
+    assert graph.counts.replayed >= 10, graph.counts
+
+
+def other_parameters_each_time(here: Here) -> None:
+    """What the processes have used is never what a capture was made for."""
+    wrapper = {"find_unused_parameters": True, **BUCKETS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DDPState, "settle_used", lambda self, of_ranks: True)
+        graph = here.train("graph", CUDAGraphCallback(), Unused, wrapper, raises=UnsupportedError)
+    assert "Other parameters take part in the step each time" in str(graph.error), graph.error
 
 
 def same_numbers_with_a_static_graph(here: Here) -> None:

@@ -633,7 +633,6 @@ class WithPartOfTheProcesses(Plain):
 def wrappers_that_are_refused(here: Here) -> None:
     """Each with its reason; or all calls are eager, with equal results."""
     for loop, reason in (
-        (FindsUnused, "`find_unused_parameters=True` reads on the host"),
         (WithStaticGraph, "with `static_graph` is not known"),
         (WithOwnHook, "`_own_hook`, which runs Python"),
         (WithPartOfTheProcesses, "averages over 1 of the 2 processes"),
@@ -642,6 +641,32 @@ def wrappers_that_are_refused(here: Here) -> None:
             loop(here).run(graphed=True)
         goes_on = type("GoesOn", (loop,), {"kwargs": {"on_unsupported": "eager"}, "steps": 3})
         assert reason in str(_same(here, goes_on, 0).summary)
+
+
+class LeavesOut(nn.Module):
+    """A net with a layer that is not used, and one that one process uses."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+        self.of_one = nn.Linear(6, 6)
+        self.net = Net()
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(self.of_one(x) if self.rank == 1 else x)
+
+
+class LeavesSomeOut(FindsUnused):
+    def make(self) -> nn.Module:
+        return LeavesOut(self.here.rank)
+
+
+def steps_where_unused_are_looked_for(here: Here) -> None:
+    """A wrapper with `find_unused_parameters=True`."""
+    for loop in (FindsUnused, LeavesSomeOut):
+        step = _same(here, loop, STEPS - WARM_UP)
+        assert not step.summary.calls.eager, step.summary
 
 
 def unequal_batches(here: Here) -> None:

@@ -27,6 +27,7 @@ SAME_LONG = (
     "a_teacher_without_gradients",
     "fabric_in_one",
     "the_example_of_fabric",
+    "steps_where_unused_are_looked_for",
 )
 AGREED = (
     "an_error_in_one_process",

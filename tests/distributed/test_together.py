@@ -11,6 +11,7 @@ from tests.distributed.launch import AT_ONCE_S, assert_all_ok, launch
 SAME = (
     "same_numbers_in_buckets_accumulated",
     "same_numbers_over_sockets",
+    "same_numbers_where_one_uses_a_layer",
 )
 # One part of what is together in a case of `SAME`, or another setting or callback.
 SAME_LONG = (
@@ -30,6 +31,10 @@ SAME_LONG = (
     "same_numbers_with_plain_steps",
     "same_numbers_with_scheduled_accumulation",
     "same_numbers_with_shared_logs",
+    "same_numbers_where_unused_are_looked_for",
+    "same_numbers_where_unused_are_looked_for_accumulated",
+    "same_numbers_with_a_static_graph",
+    "same_numbers_with_unused_parameters",
 )
 AGREED = (
     "another_shape",
@@ -59,7 +64,8 @@ AGREED_LONG = (
 )
 DIFFERENT = (
     "different_arguments",
-    "unused_parameters_are_refused",
+    "gradients_from_before_of_unused_parameters",
+    "other_parameters_each_time",
     "a_shorter_loader",
 )
 DIFFERENT_LONG = (

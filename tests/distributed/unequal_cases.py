@@ -30,7 +30,7 @@ from lightning_cudagraph import (
     UnsupportedError,
 )
 from lightning_cudagraph.errors import PeerError
-from tests.distributed.cases import Here, Unused
+from tests.distributed.cases import Here
 from tests.harness import BATCH_SIZE, Net, Trace, assert_same
 
 
@@ -207,17 +207,19 @@ def a_known_hook_in_mid_fit(here: Here) -> None:
 
 
 class WrapsItself(DDPStrategy):
-    """A user's strategy that passes arguments to the wrapper without exposing them."""
+    """A user's strategy that gives the wrapper a hook without exposing it."""
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        return DistributedDataParallel(model, find_unused_parameters=True)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(None, _of_the_users)
+        return ddp
 
 
 def a_strategy_that_wraps_by_itself(here: Here) -> None:
     """The wrapper itself is checked."""
     callback = CUDAGraphCallback()
-    refused = here.train("graph", callback, Unused, strategy=WrapsItself, raises=UnsupportedError)
-    assert "find_unused_parameters=True" in str(refused.error), refused.error
+    refused = here.train("graph", callback, strategy=WrapsItself, raises=UnsupportedError)
+    assert "communication hook `_of_the_users`" in str(refused.error), refused.error
     assert "`DistributedDataParallel`" in str(refused.error), refused.error
 
 

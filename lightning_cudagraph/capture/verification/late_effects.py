@@ -84,7 +84,8 @@ class LateEffects:
         """
         is_first, self._is_done = not self._is_done, True
         run = self._engine.run
-        writes = UnknownWrites(run.backend.device.type, state.values())
+        known = [*state.values(), *run.replicas.tables()]
+        writes = UnknownWrites(run.backend.device.type, known)
         with stale_if_refused(since), ExitStack() as stack:
             stack.enter_context(rehearsing())
             if not self._is_alone:
@@ -98,8 +99,8 @@ class LateEffects:
             stack.enter_context(guards.effects.begun_later())
             # Compiled code has functions of its own, and does not tell what its kernels write.
             if is_first and not self._engine.compiled.is_called:
-                known = [*guards.all_mentioned().users_code, *guards.effects.mentioned.users_code]
-                stack.enter_context(other_code_refused(known))
+                code = [*guards.all_mentioned().users_code, *guards.effects.mentioned.users_code]
+                stack.enter_context(other_code_refused(code))
                 stack.enter_context(rehearsals_audited())
                 stack.enter_context(run.backend.generators.repeated())
                 # In inference mode, ops that consist of others reach the mode whole, which takes

@@ -104,7 +104,7 @@ _AUTOGRAD = (
     PrivateName("torch.autograd._get_sequence_nr", (TIMES,), _counts_nodes),
     # Read from nodes by the probe above; older versions do not declare it here.
     PrivateName("torch.autograd.graph.Node._sequence_nr", (CAPTURED_MODULES,)),
-    PrivateName("torch.autograd.Variable._execution_engine", (TIMES,)),
+    PrivateName("torch.autograd.Variable._execution_engine", (TIMES, REPLICAS)),
     PrivateName(
         "torch._C._current_graph_task_id", (TIMES, CAPTURED_MODULES), lambda number: number() == -1
     ),
@@ -267,7 +267,7 @@ _DISTRIBUTED = (
         PrivateName(f"{_DDP}.{name}")
         for name in ("_has_rebuilt_buckets", "_lazy_init_ran", "_delay_all_reduce_params")
     ),
-    *named(f"{_C10D}.Reducer", "_check_reducer_finalized _reset_state", REPLICAS),
+    *named(f"{_C10D}.Reducer", "_check_reducer_finalized _reset_state _get_local_used_map", REPLICAS),
     *named(_C10D, "_create_work_from_future Work.unbox", COLLECTIVES),
     *named("torch.distributed.distributed_c10d", "_get_default_store PrefixStore", COLLECTIVES),
     *named("torch.distributed.distributed_c10d", "_world", COLLECTIVES),

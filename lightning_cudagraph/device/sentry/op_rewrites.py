@@ -27,6 +27,7 @@ from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.device.sentry.host_ops import HostOps
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.device.sentry.sentry import Sentry
+from lightning_cudagraph.device.sentry.tables import is_table
 from lightning_cudagraph.device.streams.branches import Branches
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import tensors_in
@@ -201,7 +202,8 @@ class RewritingSentry(Sentry):
         for tensor in on_host:
             if self._host.is_made_inside(tensor) or tensor.is_pinned():
                 continue
-            if all_on_host and func._schema.is_mutable and any(tensor is arg for arg in args[:1]):
+            is_write = func._schema.is_mutable and any(tensor is arg for arg in args[:1])
+            if all_on_host and is_write and not is_table(tensor):
                 forbid(*_HOST_WRITE, user_location())
             if not all_on_host and tensor.ndim == 0:
                 self._memory.scalars.append((tensor, tensor.item()))

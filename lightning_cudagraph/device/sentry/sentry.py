@@ -45,6 +45,7 @@ from lightning_cudagraph.device.sentry.collective_hooks import run_collective
 from lightning_cudagraph.device.sentry.host_checks import DRAWS, READS, HostChecks
 from lightning_cudagraph.device.sentry.known import KnownValues
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode, OwnFunctionMode
+from lightning_cudagraph.device.sentry.tables import is_on_tables
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import is_around_another
@@ -163,6 +164,8 @@ class Sentry(OwnDispatchMode):
         if any(map(is_around_another, types)):
             return NotImplemented  # comes again, as ops on the inner tensors
         kwargs = kwargs or {}
+        if self._device_type == "cpu" and is_on_tables(args, kwargs):
+            return func(*args, **kwargs)  # on the host, where a graph of a GPU has none of it
         generator = kwargs.get("generator")
         if (
             generator is not None

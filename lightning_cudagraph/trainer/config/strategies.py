@@ -38,14 +38,6 @@ STRATEGIES = (
         " machines",
     ),
     Row(
-        ("DDPStrategy",),
-        reason="it reads on the host, in every backward pass, which parameters took part",
-        remedy="If the same parameters take part in every step, pass `DDPStrategy(static_graph=True)`,"
-        " which looks for the others once. If all do, or the others are frozen with"
-        ' `requires_grad_(False)`, pass `strategy="ddp"`.',
-        variant="find_unused_parameters=True",
-    ),
-    Row(
         ("ModelParallelStrategy",),
         captured="the whole step with its all-gathers and reduce-scatters, in all processes together,"
         " whatever `reshard_after_forward` is (by the callback; `GraphedStep` refuses sharded weights)",
@@ -86,16 +78,14 @@ STRATEGIES = (
 UNKNOWN = Row((), reason="its effects in a step are unknown", remedy=f"{_DDP} Or train on one device.")
 
 
-def row_of(strategy: type | object, *, unused: bool = False, tensor_parallel: bool = False) -> Row:
+def row_of(strategy: type | object, *, tensor_parallel: bool = False) -> Row:
     """Return the row of a strategy.
 
     Args:
-        unused: True if every step looks for parameters without gradients.
         tensor_parallel: True if weights are split over devices.
     """
     kind = strategy if isinstance(strategy, type) else type(strategy)
     variants = {
-        "find_unused_parameters=True": unused,
         "fully_shard (FSDP2)": not tensor_parallel,
         "tensor parallel": tensor_parallel,
     }
@@ -110,20 +100,11 @@ def row_of(strategy: type | object, *, unused: bool = False, tensor_parallel: bo
 
 def refuse_strategy(strategy: Any) -> None:
     """Raise `UnsupportedError` for a strategy without captures, with the reason of its row."""
-    arguments: dict[str, Any] = getattr(strategy, "_ddp_kwargs", {})
-    row = row_of(
-        strategy,
-        unused=bool(arguments.get("find_unused_parameters")),
-        tensor_parallel=_tensor_parallel_size(strategy) > 1,
-    )
+    row = row_of(strategy, tensor_parallel=_tensor_parallel_size(strategy) > 1)
     if row.captured:
         return
     name = type(strategy).__qualname__
-    argument = row.variant if "=" in row.variant else ""
-    raise UnsupportedError(
-        f"A step under `{name}{f'({argument})' if argument else ''}` is not captured: {row.reason}.",
-        row.remedy,
-    )
+    raise UnsupportedError(f"A step under `{name}` is not captured: {row.reason}.", row.remedy)
 
 
 def supported_base(strategy: type) -> type | None:

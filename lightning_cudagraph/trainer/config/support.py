@@ -163,12 +163,6 @@ def check_replicas(strategy: Strategy) -> None:
 
 def _check_ddp(strategy: DDPStrategy) -> None:
     arguments: dict[str, Any] = strategy._ddp_kwargs
-    if arguments.get("static_graph") and strategy.root_device.type == "cpu":
-        raise UnsupportedError(
-            "`DDPStrategy(static_graph=True)` keeps a table on the host and reads it in every backward"
-            " pass; the CPU emulator cannot tell it from tensors of the step, as a GPU can.",
-            "Leave it out on a CPU.",
-        )
     if unknown := sorted(arguments.keys() - _DDP_ARGUMENTS):
         raise UnsupportedError(
             f"`DDPStrategy({unknown[0]}=...)` is not known to come out the same from a graph; known are"

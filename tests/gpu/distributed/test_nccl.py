@@ -10,8 +10,6 @@ CASES = (
     "same_numbers_compressed",
     "same_numbers_in_fp16",
     "same_numbers_with_shared_batch_norm",
-    "same_numbers_with_a_static_graph",
-    "same_numbers_with_unused_parameters",
     "captures_around_the_hundredth_iteration",
     "a_wide_capture_that_fails_in_the_backward_pass",
 )
