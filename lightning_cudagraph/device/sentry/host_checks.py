@@ -35,7 +35,6 @@ from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.device.sentry.known import WRAPPERS
 from lightning_cudagraph.errors import CheckError, Location
 
-READS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero"})
 _ORDERS = frozenset(f"aten::{name}" for name in ("lt", "le", "gt", "ge"))
 # The callers of captured steps.
 _OUTSIDE = tuple(

@@ -51,6 +51,11 @@ _SET_INSIDE = (
 )
 
 
+def aligned(used_bytes: int) -> int:
+    """The place of the next tensor in memory for several, of which so much is in use."""
+    return -(-used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
 class HostOps:
     """The ops of one capture on tensors in host memory.
 
@@ -120,7 +125,7 @@ class HostOps:
     def staged(self, source: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """The tensor that a captured copy of what comes from a draw reads, of this dtype and shape."""
         value = source.detach().to(dtype).expand(shape)
-        start = -(-self.staged_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        start = aligned(self.staged_bytes)
         end = self.staged_bytes = start + value.nbytes
         if end > INPUT_BYTES:
             forbid(*_TOO_LARGE, user_location())

@@ -37,7 +37,8 @@ _LOGIC = """
     bitwise_or bitwise_xor masked_fill where isinf isnan
 """
 _EXACT = frozenset(f"aten::{name}" for name in f"{_MAKES} {_LIKE} {_SHAPES} {_LOGIC}".split())
-_READS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero"})
+# Reads of one value of a tensor.
+READS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero"})
 _LAYERS = "torch.nn."
 # torch calls modes anywhere, and Dynamo wraps them so as not to trace them.
 WRAPPERS = ("torch._compile", "torch._dynamo.", "torch._ops")
@@ -82,7 +83,7 @@ class KnownValues:
 
     def read(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The number that an op would read back to the host; None if it is unknown."""
-        if func._schema.name not in _READS or not _is_asked_by_a_layer():
+        if func._schema.name not in READS or not _is_asked_by_a_layer():
             return None
         known = self._of(args[0])
         return None if known is None else func(known)

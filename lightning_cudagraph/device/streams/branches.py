@@ -10,7 +10,7 @@ capture shows it before the next op, and all later ops wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,9 +21,8 @@ from lightning_cudagraph.device.cuda.driver import let_wait, position_of
 from lightning_cudagraph.device.cuda.graph_parts import CudaParts
 from lightning_cudagraph.device.streams.accesses import Access, access_of, made_by, only_looks
 from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
+from lightning_cudagraph.tensors.writes import users_of
 
-# The number of references to a storage.
-_users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
 # The memory of a stream that may be held for other streams before it waits for them: this, or a share of
 # what the capture has allocated, if that is more.
@@ -198,7 +197,7 @@ class Branches:
 
 def _is_free(storage: torch.UntypedStorage) -> bool:
     """True if nothing else refers to a storage; False if torch cannot tell."""
-    return _users_of is not None and _users_of(storage._cdata) == 1
+    return users_of is not None and users_of(storage._cdata) == 1
 
 
 def _makes_on_cuda(kwargs: Any) -> bool:

@@ -32,11 +32,9 @@ from lightning_cudagraph.timing.readings.spans import (
 from lightning_cudagraph.timing.readings.windows import Times, WindowSummary, column_times
 from lightning_cudagraph.timing.sinks.sink import Sink
 
-# The parts of steps that processes exchange. The first three are computed from the others.
-_PARTS = (
-    *("step", "work", "wait"),
-    *("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce"),
-)
+# The parts of steps that are measured, and those that processes exchange: some are computed from these.
+MEASURED_PARTS = ("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce")
+_PARTS = ("step", "work", "wait", *MEASURED_PARTS)
 _OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
 # The parts that tile the time from the end of a step to the end of the next.
 _TILES = ("copy", "gap", "forward", "backward", "host", "optimizer")

@@ -9,11 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
+from lightning_cudagraph.checks.walk.kinds import TENSOR_HOOKS
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.lines.user_lines import is_users
 
 _DISPATCH = "_deepcopy_dispatch"
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def copy_of(module: pl.LightningModule) -> tuple[pl.LightningModule, list[Any]]:
@@ -54,7 +54,7 @@ def _not_copied(error: Exception) -> Any:
 
 def _copy_hooks_of_tensors(memo: dict[int, Any]) -> None:
     for value in memo.get(id(memo), ()):  # where `deepcopy` keeps what it has copied
-        for name in _HOOKS_OF_TENSORS if isinstance(value, Tensor) else ():
+        for name in TENSOR_HOOKS if isinstance(value, Tensor) else ():
             if hooks := getattr(value, name):
                 setattr(memo[id(value)], name, copy.deepcopy(hooks, memo))
 

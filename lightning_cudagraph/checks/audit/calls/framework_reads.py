@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.walk.host_objects import VALUES, lineage, namespace_of
+from lightning_cudagraph.compat.frames import receiver_of
 
 _NUMBERS = (int, float, bool)
 _NO_OBJECTS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
@@ -28,7 +29,7 @@ def note_framework_read(
 ) -> None:
     """Record the value that a framework function returns to user code."""
     code = frame.f_code
-    receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    receiver = receiver_of(frame)
     kind = type(receiver)
     name = code.co_name
     if name == "__getattr__":

@@ -67,7 +67,7 @@ from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
-from lightning_cudagraph.compat.frames import frames
+from lightning_cudagraph.compat.frames import frames, receiver_of
 from lightning_cudagraph.device.lines.user_lines import is_installed, user_frame
 from lightning_cudagraph.device.refusals.first_refusal import forbidden, note_receiver, refuse
 from lightning_cudagraph.errors import CaptureError, Location
@@ -256,7 +256,7 @@ class HostCalls:
             return
         if id(code) in self._moving or id(code) in self._seldom or code.co_name in self._rules.harmless:
             return
-        if self._rules.hands_out(frame.f_locals.get(code.co_varnames[0])):
+        if self._rules.hands_out(receiver_of(frame)):
             behind = self._after_backward()
             note_framework_read(
                 frame, value, self.mentioned, lambda found: behind and is_of_optimizers(found)
@@ -265,7 +265,7 @@ class HostCalls:
     def _record_call(self, frame: FrameType, user_caller: FrameType) -> None:
         """Refuse a call of a method that writes records, by its name and its package."""
         code = frame.f_code
-        receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        receiver = receiver_of(frame)
         if code.co_name in WRITES_TO_FILES and issubclass(type(receiver), io.IOBase):
             self._refuse_effect(name_of_file(receiver, code.co_name), user_caller, frame, is_python=True)
         if _is_property(type(receiver), code.co_name):  # `save_dir`
