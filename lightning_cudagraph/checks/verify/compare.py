@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_cudagraph.errors import VerificationError
 
-_Values = dict[str, Tensor]
+Values = dict[str, Tensor]
 _Pair = tuple[str, Tensor, Tensor]
 
 # Small tensors are compared many at a time; their differences take this much memory at most.
@@ -47,7 +47,7 @@ def _chunks(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
     yield from waiting.values()
 
 
-def names_that_differ(one: _Values, other: _Values) -> list[str]:
+def names_that_differ(one: Values, other: Values) -> list[str]:
     """The names that differ in any bit, in the order of `one`; `other` may be in host memory."""
     differing: set[str] = set()
     several: list[_Pair] = []
@@ -168,7 +168,7 @@ def _cause(differing: list[str], outputs: set[str], names: Iterable[str]) -> _Ca
 
 
 def verification_error(
-    differing: list[str], expected: _Values, found: _Values, outputs: set[str]
+    differing: list[str], expected: Values, found: Values, outputs: set[str]
 ) -> VerificationError:
     """The error for a replay that differs from an eager step, with the likely cause."""
     cause = _cause(differing, outputs, expected)

@@ -107,6 +107,9 @@ class LayerTimings:
             raise self._wrong(name, f"an int of at least {least}{nothing}")
 
 
+AUTOMATIC_LAYERS = LayerTimings()
+
+
 def _is_automatic(timings: LayerTimings) -> bool:
     return not (timings.modules or timings.types or timings.depth is not None)
 
