@@ -37,6 +37,11 @@ def see(recipe: str) -> str:
     return f" See docs/recipes/{recipe}.md."
 
 
+# How to leave the optimizer out of the graph, in a sentence by itself and as a second remedy.
+FORWARD_BACKWARD = (
+    'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly'
+)
+OR_FORWARD_BACKWARD = 'pass `scope="forward_backward"`'
 # What a tensor needs to take the place of a Python number, bit for bit.
 AS_NUMBER = (
     "of float64: use it as it is beside tensors with dimensions, and `number.to(loss.dtype) * loss` only"
@@ -235,7 +240,7 @@ class StaleGraphError(VerificationError):
     """
 
 
-def _begun(text: str) -> str:
+def begun(text: str) -> str:
     """A text as the beginning of a sentence."""
     return text[:1].upper() + text[1:]
 
@@ -263,7 +268,7 @@ class Wording:
     def of(self, text: str) -> str:
         """Put the words of this front end into a text."""
         for old, new in self.words.items():
-            text = text.replace(old, new).replace(_begun(old), _begun(new))
+            text = text.replace(old, new).replace(begun(old), begun(new))
         return text
 
     def rephrase(self, error: UnsupportedError) -> None:

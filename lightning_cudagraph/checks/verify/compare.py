@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_cudagraph.errors import VerificationError
+from lightning_cudagraph.errors import FORWARD_BACKWARD, VerificationError, begun
 
 Values = dict[str, Tensor]
 _Pair = tuple[str, Tensor, Tensor]
@@ -130,13 +130,12 @@ _IN_BACKWARD = _Cause(
 _AFTER_FORWARD = _Cause(
     f"{_FORWARD_AGREES}: what differs was frozen in the backward pass (in a hook, or in the `backward`"
     " of an `autograd.Function`) or in the optimizer",
-    'Keep such values in buffers, or pass `CUDAGraphCallback(scope="forward_backward")`, with which the'
-    " optimizer steps eagerly.",
+    f"Keep such values in buffers, or {FORWARD_BACKWARD}.",
 )
 _IN_UPDATE = _Cause(
     f"{_FORWARD_AGREES}, and so is the state of the optimizer; only parameters differ: a learning rate,"
     " a weight decay or the like was frozen",
-    'Pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly.',
+    f"{begun(FORWARD_BACKWARD)}.",
 )
 _IN_BUFFERS = _Cause(
     "Only buffers differ: a module updates them with something that it reads on the host, and that has"
@@ -147,6 +146,15 @@ _IN_RANDOM_STATE = _Cause(
     "All values are the same, but the step draws other random numbers than at the capture",
     "Look for random ops that depend on Python values.",
 )
+
+
+def buffers_and_gradients(module: nn.Module, only_added_to: Iterable[nn.Parameter]) -> Values:
+    """The tensors that a step changes before its optimizer does, by names that tell the likely cause."""
+    state: Values = {f"buffer `{name}`": buffer for name, buffer in module.named_buffers()}
+    for index, parameter in enumerate(only_added_to):
+        if (gradient := parameter.grad) is not None:
+            state[f"the gradient of a parameter that the step only adds to ({index})"] = gradient
+    return state
 
 
 def _cause(differing: list[str], outputs: set[str], names: Iterable[str]) -> _Cause:

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSummary
 from lightning_cudagraph.timing.sinks.curves import tags_without_curves
+from lightning_cudagraph.timing.sinks.sink import given_no_more
 
 _SECONDS_WITHOUT_PAUSE = 60.0
 
@@ -90,10 +91,6 @@ class MediansWriter(ReadingWindow):
         try:
             logger.log_metrics(dict(values_ms), step=step)
         except Exception as error:  # of any kind, depending on the tracker's client
-            warnings.warn(
-                f"lightning_cudagraph: `{type(logger).__qualname__}` could not take times:"
-                f" {type(error).__name__}: {error}. It is given no more; training goes on.",
-                stacklevel=2,
-            )
+            warnings.warn(given_no_more(logger, "take", error), stacklevel=2)
             return False
         return True
