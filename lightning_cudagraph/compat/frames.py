@@ -19,3 +19,8 @@ def receiver_of(frame: FrameType) -> Any:
     """The first argument of the function of a frame, of a method its object; None if it has none."""
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def module_of(frame: FrameType) -> str:
+    """The name of the module of a frame; empty if its globals have none."""
+    return str(frame.f_globals.get("__name__", ""))

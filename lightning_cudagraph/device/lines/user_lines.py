@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any
 
@@ -185,10 +186,5 @@ def user_location() -> Location | None:
 
 def location_of(error: BaseException) -> Location | None:
     """The line of the user's code that raised `error`; None if there is none."""
-    frames: list[_Frame] = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        frames.append((frame.f_code, frame.f_globals, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return _locate(reversed(frames))
+    inwards = [(f.f_code, f.f_globals, line) for f, line in walk_tb(error.__traceback__)]
+    return _locate(reversed(inwards))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.compat.attributes import do_nothing
-from lightning_cudagraph.compat.frames import frames
+from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.device.generators import Generators, HostDraws
 from lightning_cudagraph.device.host_work import HostInput, HostWork, work_under_capture
 from lightning_cudagraph.device.lines.user_lines import user_location
@@ -198,4 +198,4 @@ def _is_on_host(tensor: Tensor) -> bool:
 def _is_in_compiled_code() -> bool:
     """True in code of Inductor, whose kernels for the CPU are no ops."""
     callers = frames(sys._getframe(1))
-    return any(str(f.f_globals.get("__name__")).startswith("torch._inductor") for f in callers)
+    return any(module_of(f).startswith("torch._inductor") for f in callers)

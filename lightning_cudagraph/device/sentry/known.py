@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_cudagraph.compat.frames import frames
+from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map_only
 from lightning_cudagraph.tensors.writes import storage_id, written_by
 
@@ -128,7 +128,7 @@ class KnownValues:
 def _is_asked_by_a_layer() -> bool:
     """True if the op being dispatched was called by one of torch's own layers."""
     for frame in frames(sys._getframe(2)):
-        module = str(frame.f_globals.get("__name__"))
+        module = module_of(frame)
         if frame.f_code.co_name not in _MODES and not module.startswith(WRAPPERS):
             return module.startswith(_LAYERS)
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from traceback import walk_tb
 from types import CellType, FunctionType
 from typing import Any
 
@@ -44,12 +45,9 @@ def copy_of(module: pl.LightningModule) -> tuple[pl.LightningModule, list[Any]]:
 
 def _not_copied(error: Exception) -> Any:
     """The innermost value whose copy has raised an error."""
-    trace, value = error.__traceback__, None
-    while trace is not None:
-        if trace.tb_frame.f_code is copy.deepcopy.__code__:
-            value = trace.tb_frame.f_locals["x"]
-        trace = trace.tb_next
-    return value
+    raised_in = [frame for frame, _ in walk_tb(error.__traceback__)]
+    copies = [frame for frame in raised_in if frame.f_code is copy.deepcopy.__code__]
+    return copies[-1].f_locals["x"] if copies else None
 
 
 def _copy_hooks_of_tensors(memo: dict[int, Any]) -> None:
