@@ -18,6 +18,7 @@ from lightning_cudagraph.compat.features import CUDA
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.backend import Graph
+from lightning_cudagraph.device.cuda.branches import Branches, SentBackError
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames, meaning_of
 from lightning_cudagraph.device.cuda.driver import event_times, position_of
 from lightning_cudagraph.device.cuda.graph_parts import CudaParts
@@ -28,7 +29,6 @@ from lightning_cudagraph.device.sentry.host_checks import HostChecks, LateChecks
 from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES, HostOps
 from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, RewritingSentry
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry
-from lightning_cudagraph.device.streams.branches import Branches, SentBackError
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.device.streams.side_streams import SideStream, event_stream, keep_all_workspaces
 from lightning_cudagraph.errors import CaptureError

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_cudagraph.timing.readings.sink import Sink
 from lightning_cudagraph.timing.readings.spans import (
     EXPOSED_TAG,
     RANKS_TAG,
@@ -30,7 +31,6 @@ from lightning_cudagraph.timing.readings.spans import (
     Reading,
 )
 from lightning_cudagraph.timing.readings.windows import Times, WindowSummary, column_times
-from lightning_cudagraph.timing.sinks.sink import Sink
 
 # The parts of steps that are measured, and those that processes exchange: some are computed from these.
 MEASURED_PARTS = ("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce")

@@ -12,7 +12,6 @@ from typing import Any
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSummary
 from lightning_cudagraph.timing.sinks.curves import tags_without_curves
-from lightning_cudagraph.timing.sinks.sink import given_no_more
 
 _SECONDS_WITHOUT_PAUSE = 60.0
 
@@ -94,3 +93,11 @@ class MediansWriter(ReadingWindow):
             warnings.warn(given_no_more(logger, "take", error), stacklevel=2)
             return False
         return True
+
+
+def given_no_more(logger: object, verb: str, error: Exception) -> str:
+    """The warning of a sink that its logger has raised an error."""
+    return (
+        f"lightning_cudagraph: `{type(logger).__qualname__}` could not {verb} times:"
+        f" {type(error).__name__}: {error}. It is given no more; training goes on."
+    )

@@ -14,7 +14,7 @@ from lightning_cudagraph.compat.features import EVENT_QUEUE
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.timing.readings.spans import Reading
-from lightning_cudagraph.timing.sinks.sink import given_no_more
+from lightning_cudagraph.timing.sinks.logged_medians import given_no_more
 from lightning_cudagraph.timing.sinks.tensorboard.records import Curves, ReadingRecords
 
 

@@ -44,11 +44,3 @@ class Sinks(Sink):
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
-
-
-def given_no_more(logger: object, verb: str, error: Exception) -> str:
-    """The warning of a sink that its logger has raised an error."""
-    return (
-        f"lightning_cudagraph: `{type(logger).__qualname__}` could not {verb} times:"
-        f" {type(error).__name__}: {error}. It is given no more; training goes on."
-    )
