@@ -13,7 +13,7 @@ from lightning_cudagraph import errors
 from lightning_cudagraph.device.cuda.branches import SentBackError
 from lightning_cudagraph.graphed_step.gradients import MixedWarmUpError
 from lightning_cudagraph.tensors.host_values import in_words
-from lightning_cudagraph.trainer.command.cli import _WrongFunction
+from lightning_cudagraph.trainer.command import _WrongFunction
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 # Sent from a capture on several streams to the one on one stream that follows it: no user meets it.

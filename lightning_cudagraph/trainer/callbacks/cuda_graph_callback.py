@@ -33,11 +33,11 @@ from lightning_cudagraph.trainer.callbacks.arguments import (
     check_trainer,
 )
 from lightning_cudagraph.trainer.callbacks.runs import CapturedRuns, Training
-from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
-from lightning_cudagraph.trainer.command.doctor import examine
 from lightning_cudagraph.trainer.config.padding import Padding
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
 from lightning_cudagraph.trainer.config.support import Stage
+from lightning_cudagraph.trainer.doctor.diagnosis_report import DiagnosisReport
+from lightning_cudagraph.trainer.doctor.doctor import examine
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.training.loop import is_in_fit
 
