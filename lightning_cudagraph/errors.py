@@ -8,7 +8,7 @@ which the class makes the lines.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 __all__ = [
@@ -54,6 +54,12 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 def without_addresses(text: str) -> str:
     """A text without addresses of memory, as in `<Net object at 0x7f02891ab850>`."""
     return _ADDRESS.sub("", text)
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first of some names, and the number of the others: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,11 @@ class Finding:
         if self.location is None:
             return self.what
         return f"{self.what.removesuffix('.')}: found at {self.location}."
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and the number of the user's line, not of a library's; `("", 0)` if there is none."""
+        return ("", 0) if self.location is None else (self.location.path, self.location.line)
 
     @property
     def key(self) -> Hashable:

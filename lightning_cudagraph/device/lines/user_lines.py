@@ -43,8 +43,10 @@ _LIBRARIES = (
 )
 
 # Modes, and functions of this package that replace others: torch and user code call them anywhere.
-_MODES = ("__torch_dispatch__", "__torch_function__")
+MODES = ("__torch_dispatch__", "__torch_function__")
 _STAND_IN = "stand_in"
+# Modules of torch with functions that call others, so that Dynamo traces them or does not.
+DYNAMO = ("torch._compile", "torch._dynamo")
 # torch's files between a call and its op, which tell the user nothing.
 _IN_BETWEEN = (
     *("_compile.py", "_dynamo", "_functorch", "_inductor", "_ops.py", "_tensor.py"),
@@ -81,7 +83,7 @@ def _is_library(path: str) -> bool:
 
 def is_in_between(code: CodeType) -> bool:
     """True for code of this package that torch and user code call anywhere: a mode, or a stand-in."""
-    return code.co_name in (*_MODES, _STAND_IN) and code.co_filename.startswith(PACKAGE_DIR)
+    return code.co_name in (*MODES, _STAND_IN) and code.co_filename.startswith(PACKAGE_DIR)
 
 
 def is_user_code(path: str) -> bool:
@@ -145,7 +147,7 @@ def _locate(frames: Iterable[_Frame]) -> Location | None:
     in_package: Location | None = None
     without_file: Location | None = None
     for code, namespace, line in frames:
-        if code.co_name in _MODES:
+        if code.co_name in MODES:
             continue
         if code.co_filename.startswith("<"):
             if is_users(code, namespace):

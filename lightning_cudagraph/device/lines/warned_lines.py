@@ -15,12 +15,10 @@ from typing import Any
 
 from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
+from lightning_cudagraph.device.lines.user_lines import DYNAMO
 
 _HANDLES = "handle_torch_function"
-_MACHINERY = (
-    *("torch.overrides", "torch.utils._python_dispatch", "torch._ops"),
-    *("torch._compile", "torch._dynamo"),
-)
+_MACHINERY = ("torch.overrides", "torch.utils._python_dispatch", "torch._ops", *DYNAMO)
 
 _lock = threading.Lock()
 _entered = 0

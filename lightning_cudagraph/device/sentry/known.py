@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map_only
+from lightning_cudagraph.device.lines.user_lines import DYNAMO, MODES
 from lightning_cudagraph.tensors.writes import storage_id, written_by
 
 _MAKES = "ones zeros full eye arange scalar_tensor"
@@ -41,8 +42,7 @@ _EXACT = frozenset(f"aten::{name}" for name in f"{_MAKES} {_LIKE} {_SHAPES} {_LO
 READS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero"})
 _LAYERS = "torch.nn."
 # torch calls modes anywhere, and Dynamo wraps them so as not to trace them.
-WRAPPERS = ("torch._compile", "torch._dynamo.", "torch._ops")
-_MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
+WRAPPERS = (*DYNAMO, "torch._ops")
 # A mask of a long sequence; larger tensors are rather data than constants.
 _MAX_ELEMENTS = 1 << 24
 
@@ -129,7 +129,7 @@ def _is_asked_by_a_layer() -> bool:
     """True if the op being dispatched was called by one of torch's own layers."""
     for frame in frames(sys._getframe(2)):
         module = module_of(frame)
-        if frame.f_code.co_name not in _MODES and not module.startswith(WRAPPERS):
+        if frame.f_code.co_name not in MODES and not module.startswith(WRAPPERS):
             return module.startswith(_LAYERS)
     return False
 

@@ -24,6 +24,8 @@ TOTAL_TAG = f"{STEP_TAG}total"
 # The stages that tile a step, in order.
 Stage = Literal["forward", "backward", "host", "clipping", "scaler", "optimizer"]
 STEP_PARTS: tuple[str, ...] = get_args(Stage)
+# Those after the backward pass, which tables and timelines show as one.
+OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
 STAGE_TAGS = tuple(STEP_TAG + part for part in STEP_PARTS)
 # The step's wait for all-reduces, which is also in the time of the all-reduces themselves.
 EXPOSED_TAG = f"{STEP_TAG}all_reduce_exposed"

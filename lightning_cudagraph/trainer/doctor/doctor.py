@@ -236,7 +236,7 @@ def _report(
     return DiagnosisReport(
         step=f"{type(module).__qualname__}.training_step",
         backend=summary.backend,
-        findings=tuple(sorted(grouped(found), key=_line)),
+        findings=tuple(sorted(grouped(found), key=lambda each: each.place)),
         search_ended_by=ended,
         notes=(*summary.notes, *stale, *([] if found else eager), *others),
         replayed_steps=fit.replayed,
@@ -252,10 +252,6 @@ def _unstable(what: str, reasons: list[str], remedy: str) -> Finding:
         remedy,
         next((reason.location for reason in reasons if isinstance(reason, Change)), None),
     )
-
-
-def _line(finding: Finding) -> tuple[str, int]:
-    return ("", 0) if finding.location is None else (finding.location.path, finding.location.line)
 
 
 def _shorten(trainer: pl.Trainer, left_out: type[Callback]) -> None:

@@ -68,14 +68,11 @@ from lightning_cudagraph.checks.walk.scope import Namespace, Root
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.compat.frames import frames, module_of, receiver_of
-from lightning_cudagraph.device.lines.user_lines import is_installed, user_frame
+from lightning_cudagraph.device.lines.user_lines import DYNAMO, is_installed, user_frame
 from lightning_cudagraph.device.refusals.first_refusal import forbidden, note_receiver, refuse
 from lightning_cudagraph.errors import CaptureError, Location
 
-_DYNAMO = ("torch._compile", "torch._dynamo")
-_PACKAGE = __name__.partition(".")[0] + "."
 _FRAMEWORKS = Origin.FRAMEWORKS
-
 
 _hides_use: OfThread[Callable[[Any], bool]] = OfThread(lambda receiver: False)
 _known_code: OfThread[Collection[Hashable] | None] = OfThread(None)
@@ -374,7 +371,7 @@ class HostCalls:
     def _refuse_seed(self, seed: tuple[str, str, str], caller: FrameType | None) -> None:
         name, words, remedy = seed
         # Dynamo wraps `torch.manual_seed`.
-        callers = (f for f in frames(caller) if not module_of(f).startswith(_DYNAMO))
+        callers = (f for f in frames(caller) if not module_of(f).startswith(DYNAMO))
         user_caller = self._origins.user_caller(next(callers, None))
         if user_caller is not None and not self._allows(name):
             error = forbidden(f"`{name}` {words}", remedy, user_frame(user_caller))
@@ -403,7 +400,7 @@ class HostCalls:
     def _note_names(self, frame: FrameType) -> None:
         """Record the names of a piece of code before it runs for the first time."""
         code = frame.f_code
-        if module_of(frame).startswith(_PACKAGE):
+        if module_of(frame).startswith("lightning_cudagraph."):
             return  # this package's code around the step is no part of it
         if not self._origins.is_users(frame):
             self.mentioned.names.update(code.co_names)
