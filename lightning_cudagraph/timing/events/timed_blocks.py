@@ -37,6 +37,7 @@ _NOT_BEGUN: tuple[type, ...] = (
     *(type(make(iter)(())) for make in (contextmanager, asynccontextmanager)),  # type: ignore[arg-type]
 )
 _OWN = "lightning_cudagraph.timing."
+HAS_NO_END = "has been entered and not left, so that it has no end"
 
 
 def is_captured_here() -> bool:

@@ -10,6 +10,7 @@ import torch
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph
 from lightning_cudagraph.errors import TimerError
 from lightning_cudagraph.timing.events.timed_blocks import (
+    HAS_NO_END,
     TimedBlock,
     TimedPass,
     TimedPasses,
@@ -19,7 +20,6 @@ from lightning_cudagraph.timing.events.timed_blocks import (
 )
 
 Context = TypeVar("Context")
-_HAS_NO_END = "has been entered and not left, so that it has no end."
 
 # A graph's node does not keep its event alive, and torch does not report the end of a graph. So events
 # of a capture live as long as the process; `Profiler`, which knows the graphs, releases its own.
@@ -65,7 +65,7 @@ class EventTimer(TimedBlock):
         still_open = self._open.get(get_ident())
         if still_open:
             raise TimerError(
-                f"{still_open[-1]} {_HAS_NO_END}",
+                f"{still_open[-1]} {HAS_NO_END}.",
                 "Read the timer after the block.",
             )
         if self._last is None:
@@ -163,7 +163,7 @@ class TimerRegistry(Generic[Context]):
         """
         for timing in self._passes.open():
             raise TimerError(
-                f"{timing} {_HAS_NO_END}",
+                f"{timing} {HAS_NO_END}.",
                 "Leave it before the times are read, best by `with`; `clear()` forgets it.",
             )
         return self._passes.read()
