@@ -10,7 +10,7 @@ from pathlib import Path
 
 import lightning_cudagraph
 from lightning_cudagraph import errors
-from lightning_cudagraph.device.cuda.branches import SentBackError
+from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.graphed_step.gradients import MixedWarmUpError
 from lightning_cudagraph.tensors.host_values import in_words
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_cudagraph.device.backend import Backend
-from lightning_cudagraph.device.cuda.branches import SentBackError
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
+from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory
 from lightning_cudagraph.tensors import writes
 

@@ -16,9 +16,9 @@ from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, Step, T
 from lightning_cudagraph.checks.audit.step_audit import one_audit
 from lightning_cudagraph.checks.diagnosis import Diagnosis
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
-from lightning_cudagraph.device.cuda.branches import SentBackError
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.lines.user_lines import location_of
+from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.errors import (
     OR_FORWARD_BACKWARD,
     CaptureError,

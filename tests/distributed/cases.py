@@ -49,7 +49,7 @@ from lightning_cudagraph import (
     Verification,
 )
 from lightning_cudagraph.checks.verify.tape import OpTape
-from lightning_cudagraph.device.cuda.branches import SentBackError
+from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.dataflow import Flow
 from lightning_cudagraph.errors import PeerError, VerificationError
 from lightning_cudagraph.processes import failures

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_cudagraph import CUDAGraphCallback
 from lightning_cudagraph.capture.decisions.stream_choice import StreamChoice
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.device.cuda.branches import SentBackError
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
+from lightning_cudagraph.device.streams.branches import SentBackError
 from tests.distributed.cases import BUCKETS, Here
 from tests.harness import Net, Trace, assert_same
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.device.cuda.branches import Branches
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
+from lightning_cudagraph.device.streams.branches import Branches
 from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory
 from tests.harness import differences
 

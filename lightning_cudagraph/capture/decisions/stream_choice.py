@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.backend import Backend
-from lightning_cudagraph.device.cuda.branches import SentBackError
+from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.errors import CaptureError, wrong_argument
 from lightning_cudagraph.processes.agreement import Agreement, Alone

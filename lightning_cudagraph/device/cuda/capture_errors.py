@@ -8,8 +8,8 @@ import torch
 from torch.autograd import graph
 from torch.nn.parallel import distributed
 
-from lightning_cudagraph.device.cuda.branches import SentBackError
 from lightning_cudagraph.device.lines.user_lines import is_users, location_of
+from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
 # Of training alone: other graphs have no events.

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter
-from lightning_cudagraph.device.cuda.branches import Branches
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.device.sentry.host_ops import HostOps, aligned
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.device.sentry.sentry import Sentry
+from lightning_cudagraph.device.streams.branches import Branches
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import tensors_in
 

@@ -10,17 +10,16 @@ capture shows it before the next op, and all later ops wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter
-from lightning_cudagraph.device.cuda.driver import let_wait, position_of
-from lightning_cudagraph.device.cuda.graph_parts import CudaParts
 from lightning_cudagraph.device.streams.accesses import Access, access_of, made_by, only_looks
 from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
+from lightning_cudagraph.device.streams.driver import let_wait, position_of
 from lightning_cudagraph.tensors.writes import users_of
 
 _UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
@@ -39,13 +38,18 @@ class Branches:
 
     Args:
         streams: streams of one capture. The first is the step's own, which is current between ops.
+        record: records an event on a stream, and keeps it alive as long as the graph.
 
     Attributes:
         broken: the reason why the order of ops may be wrong; None if it is right.
     """
 
-    def __init__(self, streams: Sequence[torch.cuda.Stream], graph: CudaParts) -> None:
-        self._graph = graph
+    def __init__(
+        self,
+        streams: Sequence[torch.cuda.Stream],
+        record: Callable[[torch.cuda.Event, torch.cuda.Stream], None],
+    ) -> None:
+        self._record = record
         self._streams = list(streams)
         self._own = self._streams[0]
         # The stream that memory was allocated on, by address. Unknown memory belongs to the step's own
@@ -68,7 +72,7 @@ class Branches:
         self._held = HeldMemory(self._flow, _is_free)
         self._nodes = []
         fork = torch.cuda.Event()
-        self._graph.record(fork, self._own)
+        self._record(fork, self._own)
         for stream in self._streams[1:]:
             stream.wait_event(fork)
         self._left = self._position(self._own)
@@ -154,9 +158,8 @@ class Branches:
     def _notice(self) -> None:
         """Detect work that was issued without an op, and make it a barrier."""
         if not self._nodes and not self._position(self._own):
-            self._graph.record(
-                torch.cuda.Event(external=True), self._own
-            )  # the graph begins in one node
+            # The graph begins in one node.
+            self._record(torch.cuda.Event(external=True), self._own)
         if self._position(self._own) != self._left:
             self._bar(_UNSEEN if self._nodes else None)
 
