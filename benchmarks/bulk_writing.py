@@ -18,8 +18,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from lightning_cudagraph.timing.readings.sink import Sinks
 from lightning_cudagraph.timing.readings.spans import FORWARD_TAG, STEP_TAG, Reading, Span, SpanLayout
-from lightning_cudagraph.timing.sinks.sink import Sinks
 from lightning_cudagraph.timing.sinks.tensorboard.charts import StepBand
 from lightning_cudagraph.timing.sinks.tensorboard.records import ReadingRecords, curves_of
 from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter

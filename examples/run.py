@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_cudagraph.trainer.command.cli import main
+from lightning_cudagraph.trainer.command import main
 
 __all__ = ["run_example"]
 

@@ -37,7 +37,7 @@ from lightning_cudagraph.trainer.callbacks.cuda_graph_callback import (
 from lightning_cudagraph.trainer.callbacks.layer_timings_monitor import (
     LayerTimingsMonitor as LayerTimingsMonitor,
 )
-from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport as DiagnosisReport
+from lightning_cudagraph.trainer.doctor.diagnosis_report import DiagnosisReport as DiagnosisReport
 from lightning_cudagraph.trainer.manual.frameworks import ManualOptimization as _ManualOptimization  # noqa: F401
 
 __version__ = _version("lightning_cudagraph")

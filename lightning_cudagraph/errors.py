@@ -8,7 +8,7 @@ which the class makes the lines.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 __all__ = [
@@ -37,6 +37,11 @@ def see(recipe: str) -> str:
     return f" See docs/recipes/{recipe}.md."
 
 
+# How to leave the optimizer out of the graph, in a sentence by itself and as a second remedy.
+FORWARD_BACKWARD = (
+    'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly'
+)
+OR_FORWARD_BACKWARD = 'pass `scope="forward_backward"`'
 # What a tensor needs to take the place of a Python number, bit for bit.
 AS_NUMBER = (
     "of float64: use it as it is beside tensors with dimensions, and `number.to(loss.dtype) * loss` only"
@@ -49,6 +54,12 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 def without_addresses(text: str) -> str:
     """A text without addresses of memory, as in `<Net object at 0x7f02891ab850>`."""
     return _ADDRESS.sub("", text)
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first of some names, and the number of the others: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,11 @@ class Finding:
         if self.location is None:
             return self.what
         return f"{self.what.removesuffix('.')}: found at {self.location}."
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The file and the number of the user's line, not of a library's; `("", 0)` if there is none."""
+        return ("", 0) if self.location is None else (self.location.path, self.location.line)
 
     @property
     def key(self) -> Hashable:
@@ -235,7 +251,7 @@ class StaleGraphError(VerificationError):
     """
 
 
-def _begun(text: str) -> str:
+def begun(text: str) -> str:
     """A text as the beginning of a sentence."""
     return text[:1].upper() + text[1:]
 
@@ -263,7 +279,7 @@ class Wording:
     def of(self, text: str) -> str:
         """Put the words of this front end into a text."""
         for old, new in self.words.items():
-            text = text.replace(old, new).replace(_begun(old), _begun(new))
+            text = text.replace(old, new).replace(begun(old), begun(new))
         return text
 
     def rephrase(self, error: UnsupportedError) -> None:

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from examples.gan import GAN, circle
 from lightning_cudagraph import CaptureError, ConfigurationError, CUDAGraphCallback, GraphedStep
-from lightning_cudagraph.trainer.command.cli import main
+from lightning_cudagraph.trainer.command import main
 from tests.harness import Net, differences, loader, make, train
 from tests.test_examples import bert, char_gpt, digits, dlrm, image_classifier, ppo
 
@@ -1074,7 +1074,7 @@ def test_an_import_of_the_script_that_fails_is_its_own(
 
 @pytest.mark.long
 def test_a_closed_pipe_ends_it_quietly() -> None:
-    command = [sys.executable, "-c", "from lightning_cudagraph.trainer.command.cli import main; main()"]
+    command = [sys.executable, "-c", "from lightning_cudagraph.trainer.command import main; main()"]
     given = ["doctor", "tests.test_doctor:make_three"]
     read, write = os.pipe()
     os.close(read)

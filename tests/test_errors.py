@@ -13,17 +13,16 @@ from lightning_cudagraph import errors
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.graphed_step.gradients import MixedWarmUpError
 from lightning_cudagraph.tensors.host_values import in_words
-from lightning_cudagraph.trainer.command.cli import _WrongFunction
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 # Sent from a capture on several streams to the one on one stream that follows it: no user meets it.
-INTERNAL = {SentBackError, MixedWarmUpError, _WrongFunction}
+INTERNAL = {SentBackError, MixedWarmUpError}
 
 EXPORTED = {name for name in errors.__all__ if name.endswith("Error")}  # beside the words of messages
 
 
 def _raised_by_the_package() -> set[type[BaseException]]:
-    """The classes of exceptions that are defined anywhere in the package."""
+    """The classes of exceptions that are defined anywhere in the package, without private ones."""
     package = lightning_cudagraph.__name__
     names = [found.name for found in pkgutil.walk_packages(lightning_cudagraph.__path__, f"{package}.")]
     return {
@@ -33,6 +32,7 @@ def _raised_by_the_package() -> set[type[BaseException]]:
         if inspect.isclass(cls)
         and issubclass(cls, BaseException)
         and cls.__module__.partition(".")[0] == package
+        and not cls.__name__.startswith("_")
     }
 
 

@@ -23,12 +23,12 @@ from tensorboard.data import server_ingester
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util import grpc_util
 
+from lightning_cudagraph.timing.readings.sink import Sinks
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.sinks import logged_medians
 from lightning_cudagraph.timing.sinks.curves import tags_without_curves
 from lightning_cudagraph.timing.sinks.logged_medians import MediansWriter, MetricNames
-from lightning_cudagraph.timing.sinks.sink import Sinks
 from lightning_cudagraph.timing.sinks.tensorboard.charts import StepBand
 from lightning_cudagraph.timing.sinks.tensorboard.logger_writer import LoggerWriter
 from lightning_cudagraph.timing.sinks.tensorboard.records import (

@@ -24,7 +24,7 @@ from examples.dlrm import DLRM, ClicksData
 from examples.gan import GAN, circle
 from examples.ppo import PPO, CartPoles
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.trainer.command.cli import main
+from lightning_cudagraph.trainer.command import main
 from tests.harness import assert_same, differences, make, train
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -444,7 +444,7 @@ def test_a_gradient_that_the_step_reads_and_drops(accelerator: str, options: dic
     assert torch.equal(weight(is_graphed=False), weight(is_graphed=True))
 
 
-@pytest.mark.parametrize("missing", ["", "_use_count", "_users_of"])
+@pytest.mark.parametrize("missing", ["", "_use_count", "users_of"])
 def test_references_to_gradients_are_counted(
     accelerator: str, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:

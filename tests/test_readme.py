@@ -17,7 +17,7 @@ from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cudagraph import CUDAGraphCallback
-from lightning_cudagraph.trainer.command.cli import main
+from lightning_cudagraph.trainer.command import main
 from tests.harness import differences
 
 ROOT = Path(__file__).parents[1]

@@ -31,9 +31,10 @@ from lightning_cudagraph.optim.host_arithmetic.staged_numbers import Stage
 from lightning_cudagraph.tensors.batch import OF_THE_HOST
 from tests.harness import Net, assert_same, differences, fused_adamw, make, train
 
-# What the numbers of a check say by themselves; names come from elsewhere (tests/test_walker.py).
+# As it was before tests/conftest.py replaces it.
 _IS_AFFORDABLE = Verifier._is_affordable
 
+# What the numbers of a check say by themselves; names come from elsewhere (tests/test_walker.py).
 pytestmark = pytest.mark.usefixtures("only_numbers_are_checked")
 
 EPSILON = torch.finfo(torch.float32).eps
@@ -383,12 +384,9 @@ class _Graph:
     """Stands for a captured step."""
 
 
-_is_affordable = Verifier._is_affordable
-
-
 def test_what_is_checked_after_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Always after the first three, later and at growing distances within the budget."""
-    monkeypatch.setattr(Verifier, "_is_affordable", _is_affordable)
+    monkeypatch.setattr(Verifier, "_is_affordable", _IS_AFFORDABLE)
     verifier = Verifier(EmulatorBackend(), Verification(budget=0.5))
     graph = _Graph()
     value = {"x": torch.zeros(1)}

@@ -19,7 +19,13 @@ from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.lines.user_lines import location_of
 from lightning_cudagraph.device.streams.branches import SentBackError
-from lightning_cudagraph.errors import CaptureError, CUDAGraphError, Finding, UnsupportedError
+from lightning_cudagraph.errors import (
+    OR_FORWARD_BACKWARD,
+    CaptureError,
+    CUDAGraphError,
+    Finding,
+    UnsupportedError,
+)
 from lightning_cudagraph.processes.agreement import of_ranks
 from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.batch_signature import Signature
@@ -303,7 +309,7 @@ class Captures(Generic[T]):
         if self._moving:
             raise UnsupportedError(
                 f"Between any two steps, {self._moving}: a graph would be invalid at the next step.",
-                'Keep it constant, or pass `scope="forward_backward"`.',
+                f"Keep it constant, or {OR_FORWARD_BACKWARD}.",
                 in_optimizer=True,
             )
         maker = self._graphs.maker(step)

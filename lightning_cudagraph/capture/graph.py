@@ -19,7 +19,7 @@ from lightning_cudagraph.capture.gradients.external_references import (
 )
 from lightning_cudagraph.capture.gradients.gradient_copies import HandedOut
 from lightning_cudagraph.capture.gradients.step_gradients import StepGradients
-from lightning_cudagraph.capture.graph_breaks import GraphBreak
+from lightning_cudagraph.capture.graph_breaks import WRITE_INTO_IT, GraphBreak
 from lightning_cudagraph.checks.audit.step_audit import one_audit
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.compat.attributes import setting
@@ -278,7 +278,7 @@ class CapturedStep(Generic[T]):
             error = CaptureError(
                 "The step gives a gradient that it adds to other memory (`p.grad.data = ...`), where no"
                 f" other graph would find it. Its shape is {tuple(moved[0][0].shape)}.",
-                "Write into the gradient instead: `p.grad.copy_(...)`.",
+                WRITE_INTO_IT,
             )
             error.subject = AskedFor("data")
             raise error

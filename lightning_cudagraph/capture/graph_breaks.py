@@ -18,6 +18,8 @@ from lightning_cudagraph.capture.gradients.gradient_copies import HandedOut
 from lightning_cudagraph.errors import HookError
 from lightning_cudagraph.tensors.layouts import Layouts
 
+WRITE_INTO_IT = "Write into the gradient instead: `p.grad.copy_(...)`."
+
 
 @dataclass
 class GraphBreak:
@@ -80,5 +82,5 @@ class GraphBreak:
             raise HookError(
                 f"{self.hooks} gives a gradient other memory (`p.grad = ...`, `p.grad.data = ...`) in"
                 " the middle of a step that is replayed; the graph would not see it change.",
-                "Write into the gradient instead: `p.grad.copy_(...)`.",
+                WRITE_INTO_IT,
             )

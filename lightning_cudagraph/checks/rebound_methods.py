@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 
-import torch
 from torch import Tensor
 
+from lightning_cudagraph.device.lines.user_lines import TORCH_DIR
 from lightning_cudagraph.errors import UnsupportedError
 
-_TORCHS = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "_tensor.py")
+_TORCHS = f"{TORCH_DIR}_tensor.py"
 
 
 def refuse_rebound_methods() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lightning_cudagraph.compat.names.torch_names import is_traceable_wrapper_subclass
+from lightning_cudagraph.device.refusals.forbidden_ops import STRIDED
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.layouts import has_strides
 from lightning_cudagraph.tensors.local import is_split
@@ -88,8 +89,7 @@ def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
                 raise UnsupportedError(
                     f"The {what} `{name}` {kind}, and has no shape and strides by which replays could be"
                     " compared.",
-                    "Register a strided one; instead of a sparse one, its indices and values, with"
-                    " `index_select` and `index_add`.",
+                    f"Register {STRIDED}",
                 )
             if sharded and is_split(made_of) and tensor.device_mesh.ndim > 1:
                 raise UnsupportedError(

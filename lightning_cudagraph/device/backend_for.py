@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from lightning_cudagraph.device.backend import Backend
@@ -9,6 +11,7 @@ from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.errors import UnsupportedError, wrong_argument
 
+BackendName = Literal["auto", "cuda", "emulator", "off"]
 # The devices of the backends that the user can name.
 _DEVICES = {"cuda": "cuda", "emulator": "cpu"}
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import get_args
 
 from lightning_cudagraph.capture.decisions.stream_choice import MAX_STREAMS, are_streams
 from lightning_cudagraph.checks.verify.settings import Verification
+from lightning_cudagraph.device.backend_for import BackendName
 from lightning_cudagraph.errors import wrong_argument
 
 
@@ -26,7 +28,7 @@ def check_shared_arguments(
             raise wrong_argument(owner, name, value, "an int of at least 1")
     for name, value, allowed in (
         ("on_unsupported", on_unsupported, ("raise", "eager")),
-        ("backend", backend, ("auto", "cuda", "emulator", "off")),
+        ("backend", backend, get_args(BackendName)),
     ):
         if value not in allowed:
             expected = f"one of {', '.join(map(repr, allowed))}"

@@ -22,6 +22,7 @@ from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.step_audit import is_audited, step_audit
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
+from lightning_cudagraph.checks.verify.compare import buffers_and_gradients
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.graphed_step.framework import PlainLoop
 from lightning_cudagraph.graphed_step.gradients import GradientEffects, NoGradients
@@ -145,12 +146,7 @@ class StepRecorder:
 
     def state(self, gradient_effects: GradientEffects) -> dict[str, Tensor]:
         """Return all tensors that the step changes, by name, in the order of a step."""
-        state: dict[str, Tensor] = {
-            f"buffer `{name}`": buffer for name, buffer in self._model.named_buffers()
-        }
-        for index, parameter in enumerate(gradient_effects.parameters()[1]):
-            if (gradient := parameter.grad) is not None:
-                state[f"the gradient of a parameter that the step only adds to ({index})"] = gradient
+        state = buffers_and_gradients(self._model, gradient_effects.parameters()[1])
         state |= self._optimizers.state_tensors()
         return state | {f"parameter `{name}`": value for name, value in self.parameters().items()}
 

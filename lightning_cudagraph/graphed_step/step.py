@@ -26,7 +26,7 @@ from lightning_cudagraph.checks.verify.settings import DEFAULT_CHECKS, NO_CHECKS
 from lightning_cudagraph.compat.features import CAPTURES, COLLECTIVES
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.device.backend_for import backend_for
+from lightning_cudagraph.device.backend_for import BackendName, backend_for
 from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.device.sentry.sentry import is_capturing
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError, wrong_argument
@@ -117,7 +117,7 @@ class GraphedStep(Generic[P, R]):
         verify: Verification | None = DEFAULT_CHECKS,
         on_unsupported: Literal["raise", "eager"] = "raise",
         harmless: Sequence[str] = (),
-        backend: Literal["auto", "cuda", "emulator", "off"] = "auto",
+        backend: BackendName = "auto",
         max_graphs: int = 16,
         streams: AskedStreams = "auto",
     ) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from lightning_cudagraph.checks.audit.calls_without_tensors import MODULES_ALONE
-from lightning_cudagraph.errors import Wording
+from lightning_cudagraph.device.cuda.capture_errors import NO_TIMINGS_OR_USE
+from lightning_cudagraph.errors import FORWARD_BACKWARD, OR_FORWARD_BACKWARD, Wording
 
 _BEFORE, _AFTER = "before you call the step", "after the call of the step"
-_OPTIMIZER_OUTSIDE = "the optimizer after the step, outside of it"
+_OPTIMIZER_OUTSIDE = "call the optimizer after the step, outside of it"
 
 WORDING = Wording(
     steps="The loop",
@@ -20,11 +21,9 @@ WORDING = Wording(
         "in `on_train_batch_start` or `on_train_batch_end`": "before or after the call of the step",
         "in `on_train_batch_start`": _BEFORE,
         "in `on_train_batch_end`": _AFTER,
-        'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
-            f"call {_OPTIMIZER_OUTSIDE}"
-        ),
-        'pass `scope="forward_backward"`': f"call {_OPTIMIZER_OUTSIDE}",
-        "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": "Use",
+        FORWARD_BACKWARD: _OPTIMIZER_OUTSIDE,
+        OR_FORWARD_BACKWARD: _OPTIMIZER_OUTSIDE,
+        NO_TIMINGS_OR_USE: "Use",
         # The batch of a call is its arguments, by name.
         "`batch[": "`arguments[",
         "What `training_step` returned or logged": "What the step returned",

@@ -69,13 +69,17 @@ class EagerOptimizer:
     def device_state(self) -> list[Tensor]:
         return []
 
-    def addresses(self) -> dict[str, Any]:
-        """The identity of the tensors that the optimizer works on, by name."""
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of all groups, by the names that messages give them."""
         return {
-            f"parameter {index} in param group {group_idx} of the optimizer": id(parameter)
+            f"parameter {index} in param group {group_idx} of the optimizer": parameter
             for group_idx, group in enumerate(self.optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
         }
+
+    def addresses(self) -> dict[str, Any]:
+        """The identity of the tensors that the optimizer works on, by name."""
+        return {name: id(parameter) for name, parameter in self.named_parameters().items()}
 
     def bring_state(self) -> None:
         """Move the state that the step reads on the host there, before a capture."""

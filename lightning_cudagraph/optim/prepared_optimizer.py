@@ -26,7 +26,7 @@ from lightning_cudagraph.device.emulator.capturable_optimizers import allow_on_c
 from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.device.refusals.first_refusal import is_of_receiver
 from lightning_cudagraph.device.sentry.compiled import is_left_out
-from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.errors import CaptureError, UnsupportedError, begun
 from lightning_cudagraph.optim.compiled import is_compiled, refuse_changes
 from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
 from lightning_cudagraph.optim.groups import PreparedGroup, check_group
@@ -52,6 +52,7 @@ _AS_CAPTURED = (
     "agreement with the captured `optimizer.step`, in its branches and in which parameters have had as"
     " many steps,"
 )
+_USE_TORCHS = "Use one of torch's own optimizers to have its step in the graph too."
 # Host numbers that a graph has room for: those independent of counters, and those of each parameter.
 _MAX_NUMBERS, _MAX_NUMBERS_EACH = 64, 8
 
@@ -226,8 +227,8 @@ class PreparedOptimizer(EagerOptimizer):
         reason = host_state_of(self.optimizer, self._device)
         if reason is not None:
             raise UnsupportedError(
-                f"{reason[0].upper()}{reason[1:]}, where a replay would not change it.",
-                "Use one of torch's own optimizers to have its step in the graph too.",
+                f"{begun(reason)}, where a replay would not change it.",
+                _USE_TORCHS,
                 in_optimizer=True,
             )
 
@@ -324,7 +325,7 @@ class PreparedOptimizer(EagerOptimizer):
                 raise CaptureError(
                     f"The step of the optimizer sets or changes {change} on the host, which a replay"
                     " would not do.",
-                    "Use one of torch's own optimizers to have its step in the graph too.",
+                    _USE_TORCHS,
                     in_optimizer=True,
                 )
             if self.addresses() != before:

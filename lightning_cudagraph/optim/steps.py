@@ -89,12 +89,9 @@ class OptimizerSteps:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {
-            self._named(
-                f"parameter {index} in param group {group_idx} of the optimizer", name
-            ): parameter
+            self._named(label, name): parameter
             for name, shared in self._shared.items()
-            for group_idx, group in enumerate(shared.prepared.optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
+            for label, parameter in shared.prepared.named_parameters().items()
         }
 
     def _named(self, label: str, name: str) -> str:

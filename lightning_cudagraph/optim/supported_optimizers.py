@@ -22,6 +22,8 @@ from lightning_cudagraph.checks.walk.scope import Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.errors import UnsupportedError
 
+ANOTHER_OPTIMIZER = "Use another optimizer to have its step in the graph too."
+
 
 @dataclass(frozen=True)
 class Form:
@@ -114,7 +116,7 @@ def form_of(optimizer: Optimizer) -> Form:
     if reason is not None:
         raise UnsupportedError(
             f"`{_name(optimizer)}` {reason}.",
-            "Use another optimizer to have its step in the graph too.",
+            ANOTHER_OPTIMIZER,
             in_optimizer=True,
         )
     form: Form | None = _known(optimizer, _FORMS)

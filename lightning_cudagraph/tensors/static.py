@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.compat.attributes import OfThread, setting
-from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.errors import CaptureError, first_of
 from lightning_cudagraph.tensors.batch import PLAIN, comparable, flatten_batch, map_leaves, structure_of
 from lightning_cudagraph.tensors.host_values import HostReads, HostValue, held, hold, is_host_value
 from lightning_cudagraph.tensors.layouts import (
@@ -197,9 +197,7 @@ def _write(path: str) -> CaptureError:
 
 
 def _named(paths: Sequence[str]) -> str:
-    more = len(paths) - _MAX_NAMED
-    named = ", ".join(f"`{path}`" for path in paths[:_MAX_NAMED])
-    return named + (f" and {more} more" if more > 0 else "")
+    return first_of([f"`{path}`" for path in paths], _MAX_NAMED)
 
 
 def _attributes(tensor: Tensor) -> dict[str, Any]:

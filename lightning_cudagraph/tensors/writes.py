@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -71,6 +71,10 @@ def has_memory(leaf: Any) -> bool:
 def storage_id(tensor: Tensor) -> int:
     """An id of the storage of a tensor, unique while the storage lives."""
     return int(local(tensor).untyped_storage()._cdata)
+
+
+# The number of tensors and other objects that refer to the storage with this id, if torch can tell.
+users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def whole(tensor: Tensor) -> Tensor:

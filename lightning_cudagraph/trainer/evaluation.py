@@ -29,6 +29,7 @@ from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
 from lightning_cudagraph.checks.audit.calls_without_tensors import MODULES_ALONE
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend import Backend
+from lightning_cudagraph.device.cuda.capture_errors import NO_TIMINGS_OR_USE
 from lightning_cudagraph.errors import CaptureError, Wording
 from lightning_cudagraph.tensors.batch import (
     compared_outputs,
@@ -261,10 +262,7 @@ def wording_of(stage: Stage) -> Wording:
             "on_train_batch_": f"on_{stage}_batch_",
             "To train on": "To go on",
             MODULES_ALONE: "",
-            # Graphs of an evaluation have no events.
-            "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use": (
-                "Use"
-            ),
+            NO_TIMINGS_OR_USE: "Use",
             'to switch graphs off altogether, pass `backend="off"`': (
                 "to have graphs for training alone, leave out `evaluation=True`"
             ),

@@ -23,14 +23,12 @@ from torch import Tensor, nn
 
 from lightning_cudagraph.tensors.layouts import Layouts, are_alike, extent
 from lightning_cudagraph.tensors.local import address_of, is_split, local
-from lightning_cudagraph.tensors.writes import storage_id
+from lightning_cudagraph.tensors.writes import storage_id, users_of
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 # By kind, a count for each gradient: equal ones, if no reference was made or dropped in between.
 _Counts = list[list[int]]
 
-# The number of tensors and other objects that refer to the storage with this id.
-_users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 # The references to a tensor from C++ (saved tensors, DLPack), and one for its Python object.
 _use_count: Callable[[Tensor], int] | None = getattr(Tensor, "_use_count", None)
 _grad_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
@@ -176,7 +174,7 @@ class ExternalReferences:
 
     def _counted(self) -> _Counts:
         return [
-            [] if _users_of is None else [*map(_users_of, self._numbers)],
+            [] if users_of is None else [*map(users_of, self._numbers)],
             [] if _use_count is None else [*map(_use_count, self._tensors)],
             [*map(sys.getrefcount, self._tensors)],
             [*map(sys.getrefcount, self._storages)],

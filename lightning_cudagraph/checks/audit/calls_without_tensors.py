@@ -22,7 +22,7 @@ from lightning_cudagraph.device.lines.user_lines import (
     is_users,
     location_in,
 )
-from lightning_cudagraph.errors import Finding, Location, see
+from lightning_cudagraph.errors import Finding, Location, first_of, see
 
 # Lines, and those with effects; a few are changed one by one.
 _FEWEST, _FEWEST_EFFECTS = 3, 2
@@ -104,8 +104,8 @@ def in_one(findings: Iterable[Finding], calls: CallsWithoutTensors) -> list[Find
             inside.setdefault(call, []).append(each)
     found = {id(each): each for each in findings}
     for call, group in inside.items():
-        lines = {_line(each) for each in group}
-        effects = {_line(each) for each in group if each.is_effect}
+        lines = {each.place for each in group}
+        effects = {each.place for each in group if each.is_effect}
         if len(lines) >= _FEWEST and len(effects) >= _FEWEST_EFFECTS:
             first, *others = group
             found[id(first)] = _as_one(call, group)
@@ -114,18 +114,11 @@ def in_one(findings: Iterable[Finding], calls: CallsWithoutTensors) -> list[Find
     return [*found.values()]
 
 
-def _line(finding: Finding) -> tuple[str, int]:
-    """The user's line, without that of a library to which it comes."""
-    assert finding.location is not None
-    return finding.location.path, finding.location.line
-
-
 def _as_one(call: CallWithoutTensors, group: list[Finding]) -> Finding:
     names = [*dict.fromkeys(name for each in group for name in _NAME.findall(each.what)[:1])]
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return Finding(
         f"The training step calls `{call.function}`, which uses or changes what no graph can hold:"
-        f" {', '.join(names[:_MOST_NAMED])}{more}.",
+        f" {first_of(names, _MOST_NAMED)}.",
         _REMEDY,
         call.location,
         is_effect=True,

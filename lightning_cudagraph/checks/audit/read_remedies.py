@@ -15,6 +15,10 @@ DRAW_THE_MASK = (
     " The masks are other random ones."
 )
 
+IN_A_HOST_HOOK = (
+    "in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the result"
+    " to the step in a registered buffer, written with `copy_` or `fill_`"
+)
 _AFTERWARDS = "Do it in `on_train_batch_end`, which runs on the host after every step"
 
 # What the user's line does.
@@ -43,12 +47,7 @@ OF_CLOCKS = Remedy(
     "logged_values",
 )
 _LOG = Remedy("Log it in `on_train_batch_start`: the value there is that of this step.", "logged_values")
-_COMPUTE = Remedy(
-    "Compute with it in a hook that runs on the host at every step, such as `on_train_batch_start`, and"
-    " hand the result to the step in a registered buffer, written with `copy_` or `fill_`"
-    f" ({AS_NUMBER}).",
-    "changing_numbers",
-)
+_COMPUTE = Remedy(f"Compute with it {IN_A_HOST_HOOK} ({AS_NUMBER}).", "changing_numbers")
 _CHOOSE = Remedy(f"{_COMPUTE.text} Use `torch.where` instead of `if`.", _COMPUTE.recipe)
 
 

@@ -21,7 +21,12 @@ from torch.optim import Optimizer
 from lightning_cudagraph.checks.audit.calls.host_calls import HostCalls
 from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance, frozen_read
 from lightning_cudagraph.checks.audit.host_lines import NUMPYS_OWN, first_line, nearest_line
-from lightning_cudagraph.checks.audit.read_remedies import DRAW_THE_MASK, is_dropout, remedy_of_number
+from lightning_cudagraph.checks.audit.read_remedies import (
+    DRAW_THE_MASK,
+    IN_A_HOST_HOOK,
+    is_dropout,
+    remedy_of_number,
+)
 from lightning_cudagraph.checks.walk.host_objects import UNSET, VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.walk.parts import UNSTEADY, Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
@@ -46,10 +51,7 @@ from lightning_cudagraph.tensors.local import address_of
 # A value that a number has for fewer steps, on average, is not worth a graph.
 _FEW_STEPS = 32
 
-_HOST_HOOK = (
-    "Do it in a hook that runs on the host at every step, such as `on_train_batch_start`, and hand the"
-    " result to the step in a registered buffer, written with `copy_` or `fill_`"
-)
+_HOST_HOOK = f"Do it {IN_A_HOST_HOOK}"
 _PLACES = "indices_and_lengths"
 _LAST = (
     "a registered buffer, with `self.kept.copy_(torch.cat([self.kept, new.detach()])[-len(self.kept):])`"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_cudagraph.errors import VerificationError
+from lightning_cudagraph.errors import FORWARD_BACKWARD, VerificationError, begun
 
-_Values = dict[str, Tensor]
+Values = dict[str, Tensor]
 _Pair = tuple[str, Tensor, Tensor]
 
 # Small tensors are compared many at a time; their differences take this much memory at most.
@@ -47,7 +47,7 @@ def _chunks(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
     yield from waiting.values()
 
 
-def names_that_differ(one: _Values, other: _Values) -> list[str]:
+def names_that_differ(one: Values, other: Values) -> list[str]:
     """The names that differ in any bit, in the order of `one`; `other` may be in host memory."""
     differing: set[str] = set()
     several: list[_Pair] = []
@@ -130,13 +130,12 @@ _IN_BACKWARD = _Cause(
 _AFTER_FORWARD = _Cause(
     f"{_FORWARD_AGREES}: what differs was frozen in the backward pass (in a hook, or in the `backward`"
     " of an `autograd.Function`) or in the optimizer",
-    'Keep such values in buffers, or pass `CUDAGraphCallback(scope="forward_backward")`, with which the'
-    " optimizer steps eagerly.",
+    f"Keep such values in buffers, or {FORWARD_BACKWARD}.",
 )
 _IN_UPDATE = _Cause(
     f"{_FORWARD_AGREES}, and so is the state of the optimizer; only parameters differ: a learning rate,"
     " a weight decay or the like was frozen",
-    'Pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly.',
+    f"{begun(FORWARD_BACKWARD)}.",
 )
 _IN_BUFFERS = _Cause(
     "Only buffers differ: a module updates them with something that it reads on the host, and that has"
@@ -147,6 +146,15 @@ _IN_RANDOM_STATE = _Cause(
     "All values are the same, but the step draws other random numbers than at the capture",
     "Look for random ops that depend on Python values.",
 )
+
+
+def buffers_and_gradients(module: nn.Module, only_added_to: Iterable[nn.Parameter]) -> Values:
+    """The tensors that a step changes before its optimizer does, by names that tell the likely cause."""
+    state: Values = {f"buffer `{name}`": buffer for name, buffer in module.named_buffers()}
+    for index, parameter in enumerate(only_added_to):
+        if (gradient := parameter.grad) is not None:
+            state[f"the gradient of a parameter that the step only adds to ({index})"] = gradient
+    return state
 
 
 def _cause(differing: list[str], outputs: set[str], names: Iterable[str]) -> _Cause:
@@ -168,7 +176,7 @@ def _cause(differing: list[str], outputs: set[str], names: Iterable[str]) -> _Ca
 
 
 def verification_error(
-    differing: list[str], expected: _Values, found: _Values, outputs: set[str]
+    differing: list[str], expected: Values, found: Values, outputs: set[str]
 ) -> VerificationError:
     """The error for a replay that differs from an eager step, with the likely cause."""
     cause = _cause(differing, outputs, expected)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
-from lightning_cudagraph.checks.verify.compare import distance, names_that_differ, rounding, size
+from lightning_cudagraph.checks.verify.compare import Values, distance, names_that_differ, rounding, size
 from lightning_cudagraph.tensors.batch import OF_THE_HOST
-
-_Values = dict[str, Tensor]
 
 # Kernels with atomics differ from run to run. A replay then passes if its distance from an eager step is
 # at most this many times the distance between two replays.
@@ -26,13 +22,13 @@ class ComparedReplays:
     `spread` is the largest distance between replays, of each value that differed between any.
     """
 
-    before: _Values
-    expected: _Values
+    before: Values
+    expected: Values
     outputs: set[str]
-    first: _Values
+    first: Values
     spread: dict[str, float] = field(default_factory=dict)
 
-    def add(self, found: _Values) -> None:
+    def add(self, found: Values) -> None:
         for name in names_that_differ(found, self.first):
             apart = distance(self.first[name], found[name])
             self.spread[name] = max(self.spread.get(name, 0.0), apart)
@@ -55,13 +51,13 @@ class ComparedReplays:
         is_exact = not (value.is_floating_point() or value.is_complex())
         return is_exact and name in self.outputs and not name.endswith(OF_THE_HOST)
 
-    def may_be_unsteady(self, differing: list[str], found: _Values) -> bool:
+    def may_be_unsteady(self, differing: list[str], found: Values) -> bool:
         """True if more replays could still show that the step is unsteady."""
         # If they are further off than they are from each other, it may be a race of the graph: only
         # further eager steps can tell.
         return bool(differing) and not self.are_unsteady(differing) and self.allow(differing, found)
 
-    def agree_with(self, eager: _Values) -> bool:
+    def agree_with(self, eager: Values) -> bool:
         """True if these are the numbers of another eager step from the same state."""
         if not self.spread or eager.keys() != self.first.keys():
             return False
@@ -69,7 +65,7 @@ class ComparedReplays:
         others = replace(self, expected=eager)
         return others.are_unsteady(differing) and others.allow(differing, self.first)
 
-    def are_near(self, eager: _Values) -> bool:
+    def are_near(self, eager: Values) -> bool:
         """True if atomics could explain how far an eager step is from the replays."""
         if not self.spread or eager.keys() != self.first.keys():
             return False
@@ -81,7 +77,7 @@ class ComparedReplays:
             if self.first[name].is_floating_point() or self.first[name].is_complex()
         )
 
-    def allow(self, differing: list[str], found: _Values) -> bool:
+    def allow(self, differing: list[str], found: Values) -> bool:
         """True if all differences are in the last places, or like those between replays."""
         # A discrete output may differ together with numbers that decide it, and not alone.
         measured = [name for name in differing if not self._is_decided(name)]

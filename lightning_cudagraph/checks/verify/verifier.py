@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.checks.verify.compare import names_that_differ, verification_error
+from lightning_cudagraph.checks.verify.compare import Values, names_that_differ, verification_error
 from lightning_cudagraph.checks.verify.memory import host_free_bytes
 from lightning_cudagraph.checks.verify.noise import ComparedReplays, unsteady_note
 from lightning_cudagraph.checks.verify.settings import Verification
@@ -41,8 +41,7 @@ from lightning_cudagraph.device.sentry.compiled import compilations
 from lightning_cudagraph.errors import CUDAGraphError, StaleGraphError, VerificationError
 from lightning_cudagraph.processes.agreement import Agreement
 
-_Values = dict[str, Tensor]
-Trace = Callable[[], tuple[TapeDifference | None, _Values]]
+Trace = Callable[[], tuple[TapeDifference | None, Values]]
 
 # Atomics that seldom collide give the same sums in most replays, so it takes many replays to see that
 # they moved an eager step in the last places. In a compiled DLRM (26 tables of 1000 rows, batch 128,
@@ -97,7 +96,7 @@ def _unchecked(history: _History, have: str = "had other numbers than eager step
 class _Outcome:
     """The state after one way of doing the step."""
 
-    values: _Values
+    values: Values
     rng_state: Tensor
 
 
@@ -176,9 +175,9 @@ class Verifier:
     def check(
         self,
         graph: object,
-        live: _Values,
-        eagerly: Callable[[], _Values],
-        replay: Callable[[], tuple[Any, _Values]],
+        live: Values,
+        eagerly: Callable[[], Values],
+        replay: Callable[[], tuple[Any, Values]],
         keep: bool = True,
         trace: Trace | None = None,
         suspicion: str = "",
@@ -236,10 +235,10 @@ class Verifier:
     def _checked(
         self,
         history: _History,
-        live: _Values,
+        live: Values,
         copy: Callable[[Tensor], Tensor],
-        eagerly: Callable[[], _Values],
-        replay: Callable[[], tuple[Any, _Values]],
+        eagerly: Callable[[], Values],
+        replay: Callable[[], tuple[Any, Values]],
         keep: bool,
         trace: Trace | None,
         suspicion: str,
@@ -310,7 +309,7 @@ class Verifier:
         return result
 
     def _eagerly_again(
-        self, trace: Trace, live: _Values, before: _Outcome, doubted: ComparedReplays | None
+        self, trace: Trace, live: Values, before: _Outcome, doubted: ComparedReplays | None
     ) -> tuple[TapeDifference | None, bool]:
         """Do the step eagerly on the op tape, several times if the numbers of replays are in doubt.
 
@@ -336,7 +335,7 @@ class Verifier:
         return difference, is_found and are_near
 
     def _traced(
-        self, trace: Trace, live: _Values, before: _Outcome, replays: ComparedReplays | None = None
+        self, trace: Trace, live: Values, before: _Outcome, replays: ComparedReplays | None = None
     ) -> tuple[TapeDifference | None, bool, bool]:
         """Run the step on the op tape from the state before it, and restore that state.
 
@@ -389,7 +388,7 @@ class Verifier:
         # The graph itself reads a learning rate that is a tensor; reading it on the host would wait.
         return tuple([r for r in self.rates() if type(r) is float or not isinstance(r, Tensor)])
 
-    def _copier(self, live: _Values) -> Callable[[Tensor], Tensor] | None:
+    def _copier(self, live: Values) -> Callable[[Tensor], Tensor] | None:
         """A function that copies to the device, or without room there to the host; None for no room."""
         sizes_bytes = [tensor.nbytes for tensor in live.values()]
         copies_bytes = _COPIES * sum(sizes_bytes)
@@ -410,7 +409,7 @@ class Verifier:
         )
         return None
 
-    def _put(self, live: _Values, outcome: _Outcome) -> None:
+    def _put(self, live: Values, outcome: _Outcome) -> None:
         with torch.no_grad():
             for name, tensor in live.items():
                 # By `data`, so that the version counter stays: autograd of an enclosing step may have
@@ -424,7 +423,7 @@ class Verifier:
 
 
 def _reason_to_differ(
-    history: _History, is_lenient: bool, differing: list[str], seen: ComparedReplays, found: _Values
+    history: _History, is_lenient: bool, differing: list[str], seen: ComparedReplays, found: Values
 ) -> str | None:
     """The reason why the last replay may differ, for the report; None if it may not."""
     if not (is_lenient or seen.are_unsteady(differing)) or not seen.allow(differing, found):
@@ -438,11 +437,11 @@ def _reason_to_differ(
     )
 
 
-def _copied(values: _Values, copy: Callable[[Tensor], Tensor]) -> _Values:
+def _copied(values: Values, copy: Callable[[Tensor], Tensor]) -> Values:
     return {name: copy(value) for name, value in values.items()}
 
 
-def _other_names(expected: _Values, found: _Values) -> VerificationError:
+def _other_names(expected: Values, found: Values) -> VerificationError:
     return VerificationError(
         "A replay of the captured step comes to other values than the eager step: only eagerly there is"
         f" {_listed(expected.keys() - found.keys())}, and only in the captured step"

@@ -12,6 +12,10 @@ from lightning_cudagraph.device.lines.user_lines import is_users, location_of
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.errors import CaptureError, CUDAGraphError
 
+# Of training alone: other graphs have no events.
+NO_TIMINGS_OR_USE = (
+    "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use"
+)
 _WORDS = ("captur", "cudagraph", "cuda graph")
 
 
@@ -35,8 +39,7 @@ def meaning_of(error: BaseException) -> BaseException:
         details = text.splitlines()[0] if text else "no details"
         return CaptureError(
             f"The capture of the training step ran out of memory: {details}",
-            "Pass `CUDAGraphCallback(timings=None)`, which needs one graph instead of two, or use"
-            " smaller batches.",
+            f"{NO_TIMINGS_OR_USE} smaller batches.",
         )
     refused = any(word in text.lower() for word in _WORDS)
     said = isinstance(error, (CUDAGraphError, SentBackError))

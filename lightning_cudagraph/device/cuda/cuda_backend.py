@@ -19,7 +19,6 @@ from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames, meaning_of
-from lightning_cudagraph.device.cuda.driver import event_times, position_of
 from lightning_cudagraph.device.cuda.graph_parts import CudaParts
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import HostInput, host_work_of
@@ -29,6 +28,7 @@ from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES, HostOps
 from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, RewritingSentry
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry
 from lightning_cudagraph.device.streams.branches import Branches, SentBackError
+from lightning_cudagraph.device.streams.driver import event_times, position_of
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.device.streams.side_streams import SideStream, event_stream, keep_all_workspaces
 from lightning_cudagraph.errors import CaptureError
@@ -132,7 +132,8 @@ class CudaBackend:
         reserved_bytes = torch.cuda.memory_reserved(self.device)
         memory = HostMemory()
         graph = CudaParts(self.generators, self._pool)
-        branches = Branches([side.stream for side in sides], graph) if len(sides) > 1 else None
+        streams = [side.stream for side in sides]
+        branches = Branches(streams, graph.record) if len(sides) > 1 else None
         sentry = RewritingSentry(self.generators, memory, branches, host)
         sentry.writes = Writes(storages_held() if is_compiled else None)
         sentry.host_checks = HostChecks(self.checks)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from itertools import dropwhile
 from types import FrameType
 from typing import Any
 
+from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
+from lightning_cudagraph.device.lines.user_lines import DYNAMO
 
 _HANDLES = "handle_torch_function"
-_MACHINERY = (
-    *("torch.overrides", "torch.utils._python_dispatch", "torch._ops"),
-    *("torch._compile", "torch._dynamo"),
-)
+_MACHINERY = ("torch.overrides", "torch.utils._python_dispatch", "torch._ops", *DYNAMO)
 
 _lock = threading.Lock()
 _entered = 0
@@ -68,22 +68,17 @@ def _show(
 
 def _caller_of_modes(filename: str) -> FrameType | None:
     """The frame that has called torch; None if the warning comes from no mode."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename != filename:
-        frame = frame.f_back
-    if frame is None:
-        return None
-    # Another line may give the same warning, through this one.
-    frame.f_globals.get("__warningregistry__", {}).clear()
+    callers = [*dropwhile(lambda f: f.f_code.co_filename != filename, frames(sys._getframe(2)))]
+    if callers:
+        # Another line may give the same warning, through this one.
+        callers[0].f_globals.get("__warningregistry__", {}).clear()
     is_handed_on = False
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
+    for frame in callers:
         is_ours = frame.f_code.co_filename.startswith(PACKAGE_DIR)
-        if not is_ours and not module.startswith(_MACHINERY):
+        if not is_ours and not module_of(frame).startswith(_MACHINERY):
             if not is_handed_on:
                 return frame
             is_handed_on = False  # the call of a function of torch's that goes to the modes first
         elif not is_ours:
             is_handed_on = frame.f_code.co_name.endswith(_HANDLES)
-        frame = frame.f_back
     return None

@@ -71,12 +71,13 @@ _NESTED = (
     "Pass it `enable_nested_tensor=False`; what it returns for padded places is then not zero.",
 )
 
+STRIDED = (
+    "a strided one; instead of a sparse one, its indices and values, with `index_select` and"
+    " `index_add`."
+)
 LAYOUT = (
     "a tensor of the layout `{}`",
-    (
-        "Use a strided one; instead of a sparse one, its indices and values, with `index_select`"
-        " and `index_add`."
-    ),
+    f"Use {STRIDED}",
 )
 MAKE_SPARSE = tuple(
     f"aten::{name}" for name in ("to_sparse", "_to_sparse", "sparse_co", "_sparse_co", "sparse_cs")

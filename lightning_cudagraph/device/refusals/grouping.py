@@ -7,7 +7,7 @@ import re
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
-from lightning_cudagraph.errors import Finding
+from lightning_cudagraph.errors import Finding, first_of
 
 # What may differ between findings that one change of a line settles: names, texts and numbers.
 _NAMED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"|-?\d[\d.e+-]*")
@@ -23,14 +23,10 @@ def grouped(findings: Iterable[Finding]) -> list[Finding]:
     groups: dict[Hashable, list[Finding]] = {}
     for finding in _without_echoes([*findings]):
         texts = (_NAMED.sub("", text) for text in (finding.what, finding.remedy))
-        groups.setdefault((*texts, _line_of(finding), finding.in_optimizer), []).append(finding)
+        groups.setdefault((*texts, finding.place, finding.in_optimizer), []).append(finding)
     merged: dict[Hashable, Finding] = {}
     for finding in _without_parts([_in_one(group) for group in groups.values()]):
-        key = (
-            (_line_of(finding), finding.remedy, finding.in_optimizer)
-            if finding.location
-            else finding.key
-        )
+        key = (finding.place, finding.remedy, finding.in_optimizer) if finding.location else finding.key
         first = merged.setdefault(key, finding)
         if first is not finding:
             merged[key] = replace(first, what=f"{first.what} {finding.what}")
@@ -51,21 +47,21 @@ def _without_parts(findings: list[Finding]) -> list[Finding]:
     of it.
     """
     kinds = {id(finding): _kind_of_line(finding) for finding in findings}
-    reads: dict[Hashable, list[Finding]] = {}
+    reads: dict[tuple[str, int], list[Finding]] = {}
     for finding in findings:
         if not finding.is_effect:
-            reads.setdefault(_line_of(finding), []).append(finding)
-    effects = {_line_of(finding) for finding in findings if finding.is_effect}
+            reads.setdefault(finding.place, []).append(finding)
+    effects = {finding.place for finding in findings if finding.is_effect}
 
     def is_part(finding: Finding) -> bool:
-        kind, line = kinds[id(finding)], _line_of(finding)
+        kind, line = kinds[id(finding)], finding.place
         if finding.is_effect:
             return kind == "attribute" and line in reads
         return kind == "leaves" and line in effects
 
     def with_parts(finding: Finding) -> Finding:
         is_whole = finding.is_effect and kinds[id(finding)] == "leaves"
-        parts = reads.get(_line_of(finding), []) if is_whole else []
+        parts = reads.get(finding.place, []) if is_whole else []
         allowed = [_ALLOWANCE.search(each.remedy) for each in (finding, *parts)]
         if all(allowed):
             names = ", ".join(dict.fromkeys(found[1] for found in allowed if found))
@@ -75,10 +71,6 @@ def _without_parts(findings: list[Finding]) -> list[Finding]:
         return replace(finding, remedy=remedy) if parts else finding
 
     return [with_parts(finding) for finding in findings if not is_part(finding)]
-
-
-def _line_of(finding: Finding) -> Hashable:
-    return finding.location and (finding.location.path, finding.location.line)
 
 
 def _kind_of_line(finding: Finding) -> str:
@@ -102,8 +94,7 @@ def _in_one(group: list[Finding]) -> Finding:
     names = [_NAMED.findall(finding.what) for finding in group]
     differ = next((each for each in zip(*names, strict=True) if len({*each}) > 1), ())
     listed = [*dict.fromkeys(differ)]
-    more = f" and {len(listed) - _MAX_NAMED} more" if len(listed) > _MAX_NAMED else ""
-    shown = ", ".join(listed[1:_MAX_NAMED]) + more
+    shown = first_of(listed[1:], _MAX_NAMED - 1)
     remedy = first.remedy
     if listed and (own := f'["{listed[0][1:-1]}"]') in remedy:
         remedy = remedy.replace(own, str([name[1:-1] for name in listed]).replace("'", '"'))

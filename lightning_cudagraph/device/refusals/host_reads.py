@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.device.lines.user_lines import is_installed, is_user_code
+from lightning_cudagraph.device.lines.user_lines import TORCH_DIR, is_installed, is_user_code
 from lightning_cudagraph.device.refusals.branches import (
     ASKS_MASK,
     CHOOSES,
@@ -36,8 +36,6 @@ from lightning_cudagraph.device.refusals.consumers import (
 )
 from lightning_cudagraph.device.refusals.instead import instead_of, of_draw, of_item
 from lightning_cudagraph.errors import Location, see
-
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 _IN_A_LIBRARY = (
     "A library does this on the host. If the call needs the batch alone, as an augmentation does, make"
@@ -461,7 +459,7 @@ def of_host_read(where: Location | None, words: Words) -> Words:
         return what, _CHECK
     while where.called is not None:
         where = where.called
-    if not where.path.startswith(_TORCH):
+    if not where.path.startswith(TORCH_DIR):
         return words
     is_named = where.function != "forward" and not where.function.startswith(("_", "<"))
     name = f"`{where.function}`" if is_named else "A function"

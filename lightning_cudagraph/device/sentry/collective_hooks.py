@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from lightning_cudagraph.device.sentry.collectives import work_of
+
 # Names of the ops in torch (torch/csrc/distributed/c10d/Ops.cpp), and their public names. Barriers and
 # point-to-point messages are left out.
 _NAMES = {
@@ -56,7 +58,7 @@ def run_collective(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> 
         return run()
     issued = [hook(name, args) for hook in _hooks]
     returned = run()
-    work = _work_of(returned)
+    work = work_of(returned)
     for after in issued:
         after(work)
     return returned
@@ -99,9 +101,3 @@ def _are_gathered() -> bool:
     """True inside `_coalescing_manager`: collectives are issued later, and there is no work yet."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return bool(getattr(world, "pg_coalesce_state", None))
-
-
-def _work_of(returned: Any) -> Any:
-    boxed = returned[-1] if isinstance(returned, (tuple, list)) else returned
-    unbox: Any = torch._C._distributed_c10d.Work.unbox
-    return None if boxed is None else unbox(boxed)

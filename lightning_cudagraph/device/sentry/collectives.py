@@ -60,5 +60,11 @@ def wait_for(func: Any, returned: Any) -> None:
     if func.namespace == _FUNCTIONAL:
         torch.ops._c10d_functional.wait_tensor(returned)
         return
-    work = returned[-1] if isinstance(returned, (tuple, list)) else returned
-    torch._C._distributed_c10d.Work.unbox(work).wait()
+    work_of(returned).wait()
+
+
+def work_of(returned: Any) -> Any:
+    """The `Work` of a collective by what its op has returned; None if there is none yet."""
+    boxed = returned[-1] if isinstance(returned, (tuple, list)) else returned
+    unbox: Any = torch._C._distributed_c10d.Work.unbox
+    return None if boxed is None else unbox(boxed)

@@ -22,7 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.compat.frames import frames
+from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.device.host_work import LateValue, work_under_capture
 from lightning_cudagraph.device.lines.raising_branches import (
@@ -35,7 +35,6 @@ from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.device.sentry.known import WRAPPERS
 from lightning_cudagraph.errors import CheckError, Location
 
-READS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero"})
 _ORDERS = frozenset(f"aten::{name}" for name in ("lt", "le", "gt", "ge"))
 # The callers of captured steps.
 _OUTSIDE = tuple(
@@ -176,20 +175,16 @@ class HostChecks:
         work_under_capture().add(late.look, lambda: late.launched(values, checks))
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
-
-
 def _asking() -> FrameType | None:
     """The frame whose read a mode sees."""
     callers = frames(sys._getframe(2))
     return next(
-        (f for f in callers if not (is_in_between(f.f_code) or _module(f).startswith(WRAPPERS))), None
+        (f for f in callers if not (is_in_between(f.f_code) or module_of(f).startswith(WRAPPERS))), None
     )
 
 
 def _is_outside(frame: FrameType) -> bool:
-    return _module(frame).startswith(_OUTSIDE) and not is_in_between(frame.f_code)
+    return module_of(frame).startswith(_OUTSIDE) and not is_in_between(frame.f_code)
 
 
 def _suppresses_nothing(frame: FrameType) -> bool:

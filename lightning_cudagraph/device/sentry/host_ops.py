@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.compat.attributes import do_nothing
-from lightning_cudagraph.compat.frames import frames
+from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.device.generators import Generators, HostDraws
 from lightning_cudagraph.device.host_work import HostInput, HostWork, work_under_capture
 from lightning_cudagraph.device.lines.user_lines import user_location
@@ -49,6 +49,11 @@ _SET_INSIDE = (
     ),
     f"{_ON_THE_DEVICE}; or pass `preserve_rng_state=False` if what is computed twice draws nothing.",
 )
+
+
+def aligned(used_bytes: int) -> int:
+    """The place of the next tensor in memory for several, of which so much is in use."""
+    return -(-used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class HostOps:
@@ -120,7 +125,7 @@ class HostOps:
     def staged(self, source: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """The tensor that a captured copy of what comes from a draw reads, of this dtype and shape."""
         value = source.detach().to(dtype).expand(shape)
-        start = -(-self.staged_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        start = aligned(self.staged_bytes)
         end = self.staged_bytes = start + value.nbytes
         if end > INPUT_BYTES:
             forbid(*_TOO_LARGE, user_location())
@@ -193,4 +198,4 @@ def _is_on_host(tensor: Tensor) -> bool:
 def _is_in_compiled_code() -> bool:
     """True in code of Inductor, whose kernels for the CPU are no ops."""
     callers = frames(sys._getframe(1))
-    return any(str(f.f_globals.get("__name__")).startswith("torch._inductor") for f in callers)
+    return any(module_of(f).startswith("torch._inductor") for f in callers)

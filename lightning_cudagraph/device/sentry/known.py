@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_cudagraph.compat.frames import frames
+from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map_only
+from lightning_cudagraph.device.lines.user_lines import DYNAMO, MODES
 from lightning_cudagraph.tensors.writes import storage_id, written_by
 
 _MAKES = "ones zeros full eye arange scalar_tensor"
@@ -37,11 +38,11 @@ _LOGIC = """
     bitwise_or bitwise_xor masked_fill where isinf isnan
 """
 _EXACT = frozenset(f"aten::{name}" for name in f"{_MAKES} {_LIKE} {_SHAPES} {_LOGIC}".split())
-_READS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero"})
+# Reads of one value of a tensor.
+READS = frozenset({"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero"})
 _LAYERS = "torch.nn."
 # torch calls modes anywhere, and Dynamo wraps them so as not to trace them.
-WRAPPERS = ("torch._compile", "torch._dynamo.", "torch._ops")
-_MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
+WRAPPERS = (*DYNAMO, "torch._ops")
 # A mask of a long sequence; larger tensors are rather data than constants.
 _MAX_ELEMENTS = 1 << 24
 
@@ -82,7 +83,7 @@ class KnownValues:
 
     def read(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The number that an op would read back to the host; None if it is unknown."""
-        if func._schema.name not in _READS or not _is_asked_by_a_layer():
+        if func._schema.name not in READS or not _is_asked_by_a_layer():
             return None
         known = self._of(args[0])
         return None if known is None else func(known)
@@ -127,8 +128,8 @@ class KnownValues:
 def _is_asked_by_a_layer() -> bool:
     """True if the op being dispatched was called by one of torch's own layers."""
     for frame in frames(sys._getframe(2)):
-        module = str(frame.f_globals.get("__name__"))
-        if frame.f_code.co_name not in _MODES and not module.startswith(WRAPPERS):
+        module = module_of(frame)
+        if frame.f_code.co_name not in MODES and not module.startswith(WRAPPERS):
             return module.startswith(_LAYERS)
     return False
 

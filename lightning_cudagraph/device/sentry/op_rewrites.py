@@ -24,7 +24,7 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid
-from lightning_cudagraph.device.sentry.host_ops import HostOps
+from lightning_cudagraph.device.sentry.host_ops import HostOps, aligned
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.device.sentry.sentry import Sentry
 from lightning_cudagraph.device.sentry.tables import is_table
@@ -34,7 +34,6 @@ from lightning_cudagraph.tensors.writes import tensors_in
 
 # Constants of one capture. Pinned before the capture begins: pinning may wait for the device.
 _ARENA_BYTES = 1 << 20
-_ALIGNMENT_BYTES = 64
 _FROM_PYTHON = {torch.tensor, torch.as_tensor}
 
 _TOO_LARGE = (
@@ -61,7 +60,7 @@ class HostMemory:
 
     def pinned(self, value: Tensor) -> Tensor:
         """Copy a host tensor into pinned memory, unless a graph's constants are too large together."""
-        start = -(-self._used_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        start = aligned(self._used_bytes)
         self._used_bytes = start + value.nbytes
         if self._used_bytes > _ARENA_BYTES:
             forbid(*_TOO_LARGE, user_location())

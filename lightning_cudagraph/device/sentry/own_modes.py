@@ -8,7 +8,6 @@ padded places at zero on the one path, and not on the other.
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 import threading
 import types
@@ -27,6 +26,7 @@ from lightning_cudagraph.compat.names.torch_names import (
     tree_iter,
 )
 from lightning_cudagraph.device.lines import warned_lines
+from lightning_cudagraph.device.lines.user_lines import TORCH_DIR
 from lightning_cudagraph.device.refusals.first_refusal import refused
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import is_around_another
@@ -69,7 +69,6 @@ def _known_to_dynamo() -> None:
 _HANDLE = overrides.handle_torch_function.__code__
 _OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, type)
 _OF_PROPERTIES = ("__get__", "__set__", "__delete__")
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # Where functions of C look for the name that they hand to modes, with what C has put there: no code can
 # set a method of the class in C below `Tensor`, and the members of modules are as at import.
 _C_NAMES: list[tuple[Any, Mapping[str, Any]]] = [
@@ -101,7 +100,7 @@ def _is_of_user_code(func: Any) -> bool:
     """True if a function, or one that it wraps, is not of torch."""
     while func is not None:
         code = getattr(func, "__code__", None)
-        if code is None or not code.co_filename.startswith(_TORCH):
+        if code is None or not code.co_filename.startswith(TORCH_DIR):
             return True
         func = getattr(func, "__wrapped__", None)
     return False

@@ -42,8 +42,8 @@ from lightning_cudagraph.device.refusals.host_reads import (
 )
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.collective_hooks import run_collective
-from lightning_cudagraph.device.sentry.host_checks import DRAWS, READS, HostChecks
-from lightning_cudagraph.device.sentry.known import KnownValues
+from lightning_cudagraph.device.sentry.host_checks import DRAWS, HostChecks
+from lightning_cudagraph.device.sentry.known import READS, KnownValues
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode, OwnFunctionMode
 from lightning_cudagraph.device.sentry.tables import is_on_tables
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter
-from lightning_cudagraph.device.cuda.driver import let_wait, position_of
-from lightning_cudagraph.device.cuda.graph_parts import CudaParts
 from lightning_cudagraph.device.streams.accesses import Access, access_of, made_by, only_looks
 from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
+from lightning_cudagraph.device.streams.driver import let_wait, position_of
+from lightning_cudagraph.tensors.writes import users_of
 
-# The number of references to a storage.
-_users_of: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
 # The memory of a stream that may be held for other streams before it waits for them: this, or a share of
 # what the capture has allocated, if that is more.
@@ -40,13 +38,18 @@ class Branches:
 
     Args:
         streams: streams of one capture. The first is the step's own, which is current between ops.
+        record: records an event on a stream, and keeps it alive as long as the graph.
 
     Attributes:
         broken: the reason why the order of ops may be wrong; None if it is right.
     """
 
-    def __init__(self, streams: Sequence[torch.cuda.Stream], graph: CudaParts) -> None:
-        self._graph = graph
+    def __init__(
+        self,
+        streams: Sequence[torch.cuda.Stream],
+        record: Callable[[torch.cuda.Event, torch.cuda.Stream], None],
+    ) -> None:
+        self._record = record
         self._streams = list(streams)
         self._own = self._streams[0]
         # The stream that memory was allocated on, by address. Unknown memory belongs to the step's own
@@ -69,7 +72,7 @@ class Branches:
         self._held = HeldMemory(self._flow, _is_free)
         self._nodes = []
         fork = torch.cuda.Event()
-        self._graph.record(fork, self._own)
+        self._record(fork, self._own)
         for stream in self._streams[1:]:
             stream.wait_event(fork)
         self._left = self._position(self._own)
@@ -155,9 +158,8 @@ class Branches:
     def _notice(self) -> None:
         """Detect work that was issued without an op, and make it a barrier."""
         if not self._nodes and not self._position(self._own):
-            self._graph.record(
-                torch.cuda.Event(external=True), self._own
-            )  # the graph begins in one node
+            # The graph begins in one node.
+            self._record(torch.cuda.Event(external=True), self._own)
         if self._position(self._own) != self._left:
             self._bar(_UNSEEN if self._nodes else None)
 
@@ -198,7 +200,7 @@ class Branches:
 
 def _is_free(storage: torch.UntypedStorage) -> bool:
     """True if nothing else refers to a storage; False if torch cannot tell."""
-    return _users_of is not None and _users_of(storage._cdata) == 1
+    return users_of is not None and users_of(storage._cdata) == 1
 
 
 def _makes_on_cuda(kwargs: Any) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lightning_cudagraph.errors import CaptureError
+from lightning_cudagraph.optim.supported_optimizers import ANOTHER_OPTIMIZER
 
 # Values of groups of equal state, by the groups, which are sources of a program.
 State = Mapping[Any, Any]
@@ -53,7 +54,7 @@ class HostProgram:
             raise CaptureError(
                 "The step of the optimizer computes with NaN, or with a number that C code has made of"
                 " one that moves.",
-                "Use another optimizer to have its step in the graph too.",
+                ANOTHER_OPTIMIZER,
                 in_optimizer=True,
             )
         same = (value.dtype, value.item()) if isinstance(value, Tensor) else value

@@ -18,13 +18,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import BuiltinFunctionType, FrameType
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.compat.names.torch_names import tree_iter, tree_map
 from lightning_cudagraph.device.host_work import work_under_capture
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
@@ -150,12 +151,12 @@ class TracedStep(OwnFunctionMode):
 
     def _is_of_step(self, tensor: Tensor) -> bool:
         """True for a real number that the optimizer's own code asks for, and not clipping or a hook."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not self._step.__code__:
-            if frame.f_globals.get("__name__", "").startswith(_LIGHTNING):
+        for frame in frames(sys._getframe(1)):
+            if frame.f_code is self._step.__code__:
+                return tensor.is_floating_point()
+            if module_of(frame).startswith(_LIGHTNING):
                 return False  # in the closure that the step has called
-            frame = frame.f_back
-        return frame is not None and tensor.is_floating_point()
+        return False
 
     def _device_number(self, number: Tensor) -> Tensor:
         self._device_numbers[id(number)] = number

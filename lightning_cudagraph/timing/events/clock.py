@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from lightning_cudagraph.device.backend import Backend, Event
 from lightning_cudagraph.timing.events.marks import StepMarks
+from lightning_cudagraph.timing.readings.sink import Sink, Sinks
 from lightning_cudagraph.timing.readings.spans import MAX_LAYOUTS, Reading
 from lightning_cudagraph.timing.readings.step_gap import StepGap, with_lead_in
-from lightning_cudagraph.timing.sinks.sink import Sink, Sinks
 
 
 class _Unread(NamedTuple):

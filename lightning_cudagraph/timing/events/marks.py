@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -28,10 +28,10 @@ from lightning_cudagraph.timing.readings.spans import (
     TOTAL_TAG,
     Span,
     SpanLayout,
+    Stage,
     Track,
 )
 
-Stage = Literal["forward", "backward", "host", "clipping", "scaler", "optimizer"]
 _TRACKS: dict[Stage, Track] = {
     "forward": "forward",
     "backward": "backward",

@@ -21,7 +21,13 @@ from lightning_cudagraph.capture.decisions.stream_choice import is_trial
 from lightning_cudagraph.capture.verification.late_effects import is_rehearsing
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph
 from lightning_cudagraph.errors import TimerError
-from lightning_cudagraph.timing.events.timed_blocks import TimedBlock, TimedPass, TimedPasses, name_of
+from lightning_cudagraph.timing.events.timed_blocks import (
+    HAS_NO_END,
+    TimedBlock,
+    TimedPass,
+    TimedPasses,
+    name_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -313,8 +319,7 @@ class Profiler(Generic[Context]):
         for timing in blocks.open():
             blocks.discard(timing)
             timing.is_told = True
-            text = f"{timing} has been entered and not left, so that it has no end: it is not reported."
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{timing} {HAS_NO_END}: it is not reported.", RuntimeWarning, stacklevel=3)
         self._report(blocks)
 
     def _report(self, blocks: TimedPasses) -> None:

@@ -15,11 +15,11 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from threading import get_ident
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 
+from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, HostEvent
 from lightning_cudagraph.errors import TimerError
 
@@ -37,6 +37,7 @@ _NOT_BEGUN: tuple[type, ...] = (
     *(type(make(iter)(())) for make in (contextmanager, asynccontextmanager)),  # type: ignore[arg-type]
 )
 _OWN = "lightning_cudagraph.timing."
+HAS_NO_END = "has been entered and not left, so that it has no end"
 
 
 def is_captured_here() -> bool:
@@ -68,9 +69,8 @@ class TimedPass:
         self.events = _event_here(), _event_here()
         self.home: TimedPasses | None = None
         self.is_left = self.is_told = False
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and str(frame.f_globals.get("__name__")).startswith(_OWN):
-            frame = frame.f_back
+        callers = (f for f in frames(sys._getframe(1)) if not module_of(f).startswith(_OWN))
+        frame = next(callers, None)
         self._code = frame.f_code.co_filename if frame is not None else "?"
         self._line = frame.f_lineno if frame is not None else 0
 

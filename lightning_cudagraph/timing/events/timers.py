@@ -10,6 +10,7 @@ import torch
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph
 from lightning_cudagraph.errors import TimerError
 from lightning_cudagraph.timing.events.timed_blocks import (
+    HAS_NO_END,
     TimedBlock,
     TimedPass,
     TimedPasses,
@@ -64,7 +65,7 @@ class EventTimer(TimedBlock):
         still_open = self._open.get(get_ident())
         if still_open:
             raise TimerError(
-                f"{still_open[-1]} has been entered and not left, so that it has no end.",
+                f"{still_open[-1]} {HAS_NO_END}.",
                 "Read the timer after the block.",
             )
         if self._last is None:
@@ -162,7 +163,7 @@ class TimerRegistry(Generic[Context]):
         """
         for timing in self._passes.open():
             raise TimerError(
-                f"{timing} has been entered and not left, so that it has no end.",
+                f"{timing} {HAS_NO_END}.",
                 "Leave it before the times are read, best by `with`; `clear()` forgets it.",
             )
         return self._passes.read()

@@ -15,6 +15,7 @@ from lightning_cudagraph.errors import ConfigurationError, wrong_argument
 
 Placement = Literal["forked", "serial"]
 
+_OUT = "out to have the layers chosen; `timings=None` times nothing."
 # A layer has up to four events, and as many scalars per timed step.
 _MOST_LAYERS = 1000
 _NAMES_SHOWN = 12
@@ -107,6 +108,9 @@ class LayerTimings:
             raise self._wrong(name, f"an int of at least {least}{nothing}")
 
 
+AUTOMATIC_LAYERS = LayerTimings()
+
+
 def _is_automatic(timings: LayerTimings) -> bool:
     return not (timings.modules or timings.types or timings.depth is not None)
 
@@ -187,8 +191,7 @@ def _matched(model: nn.Module, timings: LayerTimings, named: dict[str, nn.Module
             if not matched:
                 raise ConfigurationError(
                     f"`LayerTimings(modules=...)`: the pattern {pattern!r} matches no module {of_model}:"
-                    f" {_some(named)}. Correct the pattern, or leave `modules` out to have the layers"
-                    " chosen; `timings=None` times nothing."
+                    f" {_some(named)}. Correct the pattern, or leave `modules` {_OUT}"
                 )
             by_pattern |= matched
         chosen &= by_pattern
@@ -201,7 +204,7 @@ def _matched(model: nn.Module, timings: LayerTimings, named: dict[str, nn.Module
                 raise ConfigurationError(
                     f"`LayerTimings(types=...)`: {type_name!r} is the class of no module {of_model}:"
                     f" {_some(f'{name} ({number})' for name, number in there)}. Correct the name, or"
-                    " leave `types` out to have the layers chosen; `timings=None` times nothing."
+                    f" leave `types` {_OUT}"
                 )
             by_type |= matched
         chosen &= by_type
@@ -253,8 +256,7 @@ def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Modul
             f"`LayerTimings`: modules={list(timings.modules)!r}, types={list(timings.types)!r},"
             f" depth={timings.depth!r} select {len(by_module)} layers of `{type(model).__qualname__}`;"
             f" expected at most {_MOST_LAYERS}, because each adds events to the graph and scalars to"
-            " every timed step. Narrow them, or leave all three out to have the layers chosen;"
-            " `timings=None` times nothing."
+            f" every timed step. Narrow them, or leave all three {_OUT}"
         )
     return {name: named[name] for name in by_module.values()}
 

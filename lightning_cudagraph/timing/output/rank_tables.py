@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from lightning_cudagraph.timing.output.tables import timed_steps
 from lightning_cudagraph.timing.output.texts import table
-from lightning_cudagraph.timing.readings.rank_times import RankRow, RankTable
+from lightning_cudagraph.timing.readings.rank_times import MEASURED_PARTS, RankRow, RankTable
 
 _MOST_ROWS = 32
 _FASTEST_SHOWN = 4
-_COLUMNS = ("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce")
 # A process counts as the slowest if it is behind the fastest by this share of a step.
 _BEHIND = 0.02
 _WHERE = {
@@ -27,7 +26,7 @@ def ranks_text(ranks: RankTable) -> str:
     shown = rows
     if len(rows) > _MOST_ROWS:
         shown = rows[: _MOST_ROWS - _FASTEST_SHOWN] + rows[-_FASTEST_SHOWN:]
-    columns = [part for part in _COLUMNS if any(part in row.parts for row in rows)]
+    columns = [part for part in MEASURED_PARTS if any(part in row.parts for row in rows)]
     hosts = ["host"] if len({row.host for row in rows}) > 1 else []
     lines: list[list[str | float]] = [
         ["", *[""] * len(hosts), "work", "", "", "wait", "step", *[""] * len(columns)],

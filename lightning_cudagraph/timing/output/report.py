@@ -26,7 +26,7 @@ _PARTS = (*STEP_PARTS, "copy")
 # The share of a step from which on a gap, or host time for timings, is reported.
 _LARGE_GAP = 0.1
 # A gain below the first is reported as not launch-bound; one below the second gets two decimals.
-_LAUNCH_BOUND = 1.05
+LAUNCH_BOUND = 1.05
 _SMALL_GAIN = 2.0
 # Steps from which on the report begins with the remedy, if most were eager because of their signature.
 _LONG = 100
@@ -49,7 +49,7 @@ def verdict(stage: StageSummary, unit: str) -> str:
     if speedup is None:
         return share
     gain = f"{speedup:.{1 if speedup >= _SMALL_GAIN else 2}f}x your plain step"
-    if speedup < _LAUNCH_BOUND:
+    if speedup < LAUNCH_BOUND:
         return f"not launch-bound: {gain}, leave it out; {share}"
     return f"{gain}; {share}"
 

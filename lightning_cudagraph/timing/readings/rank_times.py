@@ -22,22 +22,20 @@ from typing import Any
 
 import numpy as np
 
+from lightning_cudagraph.timing.readings.sink import Sink
 from lightning_cudagraph.timing.readings.spans import (
     EXPOSED_TAG,
+    OF_OPTIMIZER,
     RANKS_TAG,
     STEP_TAG,
     TOTAL_TAG,
     Reading,
 )
 from lightning_cudagraph.timing.readings.windows import Times, WindowSummary, column_times
-from lightning_cudagraph.timing.sinks.sink import Sink
 
-# The parts of steps that processes exchange. The first three are computed from the others.
-_PARTS = (
-    *("step", "work", "wait"),
-    *("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce"),
-)
-_OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
+# The parts of steps that are measured, and those that processes exchange: some are computed from these.
+MEASURED_PARTS = ("forward", "backward", "host", "optimizer", "gap", "copy", "all_reduce")
+_PARTS = ("step", "work", "wait", *MEASURED_PARTS)
 # The parts that tile the time from the end of a step to the end of the next.
 _TILES = ("copy", "gap", "forward", "backward", "host", "optimizer")
 # The most windows that wait for a pause, or for other processes; older ones are dropped.
@@ -117,8 +115,8 @@ def part_times(readings: Sequence[Reading]) -> dict[str, Times]:
     """The times of steps by part, of `_PARTS` those that the steps have."""
     summary = WindowSummary(readings)
     parts_ms = {part: summary.series_ms(STEP_TAG + part) for part in _PARTS}
-    parts_ms["optimizer"] = summary.series_ms(*(STEP_TAG + part for part in _OF_OPTIMIZER))
-    known = {*(STEP_TAG + part for part in (*_PARTS, *_OF_OPTIMIZER)), EXPOSED_TAG, TOTAL_TAG}
+    parts_ms["optimizer"] = summary.series_ms(*(STEP_TAG + part for part in OF_OPTIMIZER))
+    known = {*(STEP_TAG + part for part in (*_PARTS, *OF_OPTIMIZER)), EXPOSED_TAG, TOTAL_TAG}
     # Other collectives, for which the step waits from beginning to end.
     others = [tag for tag in summary.tags if tag.startswith(STEP_TAG) and tag not in known]
     exposed_ms = np.nan_to_num(summary.series_ms(EXPOSED_TAG))

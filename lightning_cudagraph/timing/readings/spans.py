@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,10 @@ STEP_TIME_TAG = "step_time_ms/"
 RANKS_TAG = "ranks_ms/"
 TOTAL_TAG = f"{STEP_TAG}total"
 # The stages that tile a step, in order.
-STEP_PARTS = ("forward", "backward", "host", "clipping", "scaler", "optimizer")
+Stage = Literal["forward", "backward", "host", "clipping", "scaler", "optimizer"]
+STEP_PARTS: tuple[str, ...] = get_args(Stage)
+# Those after the backward pass, which tables and timelines show as one.
+OF_OPTIMIZER = ("clipping", "scaler", "optimizer")
 STAGE_TAGS = tuple(STEP_TAG + part for part in STEP_PARTS)
 # The step's wait for all-reduces, which is also in the time of the all-reduces themselves.
 EXPOSED_TAG = f"{STEP_TAG}all_reduce_exposed"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
+from lightning_cudagraph.timing.readings.sink import Sink, Sinks
 from lightning_cudagraph.timing.readings.spans import (
     MAX_LAYOUTS,
     STAGE_TAGS,
@@ -15,7 +16,6 @@ from lightning_cudagraph.timing.readings.spans import (
     SpanLayout,
 )
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
-from lightning_cudagraph.timing.sinks.sink import Sink, Sinks
 
 
 class WholeSteps(Sinks):

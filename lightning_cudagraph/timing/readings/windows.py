@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_cudagraph.timing.readings.sink import Sink
 from lightning_cudagraph.timing.readings.spans import (
     STAGE_TAGS,
     STEP_TAG,
@@ -18,7 +19,6 @@ from lightning_cudagraph.timing.readings.spans import (
     SpanLayout,
 )
 from lightning_cudagraph.timing.readings.step_gap import COPY_TAG, GAP_TAG
-from lightning_cudagraph.timing.sinks.sink import Sink
 
 # The spans between two steps.
 _BETWEEN = (GAP_TAG, COPY_TAG)

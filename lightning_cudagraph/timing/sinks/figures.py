@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_cudagraph.timing.output.tables import layers_of, timed_steps
 from lightning_cudagraph.timing.output.texts import shortened
-from lightning_cudagraph.timing.readings.spans import STEP_TAG, Track
+from lightning_cudagraph.timing.readings.spans import OF_OPTIMIZER, STEP_TAG, Track
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.timeline import (
     TICKS_PER_MS,
@@ -203,7 +203,7 @@ def step_timeline(summary: WindowSummary, model: str, device: str) -> Figure | N
 def _track_label(summary: WindowSummary, track: Track) -> str:
     tags = {"host": GAP_TAG, "communication": f"{STEP_TAG}all_reduce"}
     if track == "optimizer":
-        times = summary.times_of(*(STEP_TAG + part for part in ("clipping", "scaler", "optimizer")))
+        times = summary.times_of(*(STEP_TAG + part for part in OF_OPTIMIZER))
     else:
         times = summary.get(tags.get(track, STEP_TAG + track))
     name = _TRACK_NAMES.get(track, track)

@@ -90,10 +90,14 @@ class MediansWriter(ReadingWindow):
         try:
             logger.log_metrics(dict(values_ms), step=step)
         except Exception as error:  # of any kind, depending on the tracker's client
-            warnings.warn(
-                f"lightning_cudagraph: `{type(logger).__qualname__}` could not take times:"
-                f" {type(error).__name__}: {error}. It is given no more; training goes on.",
-                stacklevel=2,
-            )
+            warnings.warn(given_no_more(logger, "take", error), stacklevel=2)
             return False
         return True
+
+
+def given_no_more(logger: object, verb: str, error: Exception) -> str:
+    """The warning of a sink that its logger has raised an error."""
+    return (
+        f"lightning_cudagraph: `{type(logger).__qualname__}` could not {verb} times:"
+        f" {type(error).__name__}: {error}. It is given no more; training goes on."
+    )

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_cudagraph.timing.readings.sink import Sink
 from lightning_cudagraph.timing.readings.spans import STEP_TAG, Reading
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.timeline import TICKS_PER_MS, TRACKS, calls_of, step_end
-from lightning_cudagraph.timing.sinks.sink import Sink
 
 _TICKS_PER_US = TICKS_PER_MS // 1000
 _TRACK_NAMES = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
@@ -11,6 +13,7 @@ from lightning_cudagraph.graphed_step.arguments import check_shared_arguments
 from lightning_cudagraph.tensors.buckets import Buckets
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
 from lightning_cudagraph.trainer.callbacks.layer_timings_monitor import LayerTimingsMonitor
+from lightning_cudagraph.trainer.config.settings import Scope
 from lightning_cudagraph.trainer.config.support import callbacks_of
 
 _CALLBACK = "CUDAGraphCallback"
@@ -43,7 +46,7 @@ def check_arguments(
     if not isinstance(compile, bool):
         expected = "True, to compile the training step, or False"
         raise _wrong("compile", compile, expected)
-    if scope not in (scopes := ("auto", "step", "forward_backward", "modules")):
+    if scope not in (scopes := get_args(Scope)):
         raise _wrong("scope", scope, f"one of {', '.join(map(repr, scopes))}")
     are_names = isinstance(modules, (list, tuple)) and all(isinstance(name, str) for name in modules)
     may_be_given = scope in ("auto", "modules")

@@ -21,10 +21,11 @@ from lightning_cudagraph.compat.features import CAPTURES, TRAINING
 from lightning_cudagraph.compat.installed import gpu_without_cuda
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.compat.tested_versions import newer_than_tested
+from lightning_cudagraph.device.backend_for import BackendName
 from lightning_cudagraph.device.lines.shown_frames import leave_users_frames
 from lightning_cudagraph.errors import HookError, UnsupportedError
 from lightning_cudagraph.tensors.buckets import Buckets
-from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
+from lightning_cudagraph.timing.layers.layer_selection import AUTOMATIC_LAYERS, LayerTimings
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.callbacks.arguments import (
     check_arguments,
@@ -32,15 +33,13 @@ from lightning_cudagraph.trainer.callbacks.arguments import (
     check_trainer,
 )
 from lightning_cudagraph.trainer.callbacks.runs import CapturedRuns, Training
-from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
-from lightning_cudagraph.trainer.command.doctor import examine
 from lightning_cudagraph.trainer.config.padding import Padding
 from lightning_cudagraph.trainer.config.settings import Scope, Settings
-from lightning_cudagraph.trainer.config.support import BackendName, Stage
+from lightning_cudagraph.trainer.config.support import Stage
+from lightning_cudagraph.trainer.doctor.diagnosis_report import DiagnosisReport
+from lightning_cudagraph.trainer.doctor.doctor import examine
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.training.loop import is_in_fit
-
-_AUTOMATIC_LAYERS = LayerTimings()
 
 
 class CUDAGraphCallback(Callback):
@@ -127,7 +126,7 @@ class CUDAGraphCallback(Callback):
         modules: Sequence[str] = (),
         warmup_steps: int | None = None,
         on_unsupported: Literal["raise", "eager"] = "raise",
-        timings: LayerTimings | None = _AUTOMATIC_LAYERS,
+        timings: LayerTimings | None = AUTOMATIC_LAYERS,
         verify: Verification | None = DEFAULT_CHECKS,
         evaluation: bool = False,
         max_graphs: int = 16,

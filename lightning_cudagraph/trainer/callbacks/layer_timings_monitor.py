@@ -9,12 +9,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_cudagraph.errors import ConfigurationError
-from lightning_cudagraph.timing.layers.layer_selection import LayerTimings
+from lightning_cudagraph.timing.layers.layer_selection import AUTOMATIC_LAYERS, LayerTimings
 from lightning_cudagraph.timing.output.step_times import EagerSummary
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.times.eager_times import EagerTimes
-
-_AUTOMATIC = LayerTimings()
 
 
 class LayerTimingsMonitor(Callback):
@@ -36,7 +34,7 @@ class LayerTimingsMonitor(Callback):
         trainer = Trainer(callbacks=[LayerTimingsMonitor(LayerTimings(types=["Linear"]))])
     """
 
-    def __init__(self, timings: LayerTimings = _AUTOMATIC) -> None:
+    def __init__(self, timings: LayerTimings = AUTOMATIC_LAYERS) -> None:
         if not isinstance(timings, LayerTimings):
             raise ConfigurationError(
                 f"`LayerTimingsMonitor({timings!r})`: expected a `LayerTimings`, such as"

@@ -36,7 +36,6 @@ from lightning_cudagraph.processes.ddp import COMM_HOOKS, check_wrapper
 from lightning_cudagraph.processes.shards import check_shards
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy, supported_base
 
-BackendName = Literal["auto", "cuda", "emulator", "off"]
 # An evaluation, as in the names of its step and hooks.
 Stage = Literal["validation", "test", "predict"]
 

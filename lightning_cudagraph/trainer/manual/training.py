@@ -28,7 +28,13 @@ from lightning_cudagraph.compat.method_patches import Original, in_place, patch_
 from lightning_cudagraph.compat.tables import notes_of_captures
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.lines.user_lines import user_location
-from lightning_cudagraph.errors import UnsupportedError, Wording, see
+from lightning_cudagraph.errors import (
+    FORWARD_BACKWARD,
+    OR_FORWARD_BACKWARD,
+    UnsupportedError,
+    Wording,
+    see,
+)
 from lightning_cudagraph.graphed_step.gradients import GradientEffects
 from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, StepRecorder, StepResult
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
@@ -59,12 +65,9 @@ from lightning_cudagraph.trainer.metrics.states import StepMetrics
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
 _WORDING = Wording(
-    words={
-        'pass `CUDAGraphCallback(scope="forward_backward")`, with which the optimizer steps eagerly': (
-            "capture the parts before it with `GraphedStep`"
-        ),
-        'pass `scope="forward_backward"`': "capture the parts before it with `GraphedStep`",
-    }
+    words=dict.fromkeys(
+        (FORWARD_BACKWARD, OR_FORWARD_BACKWARD), "capture the parts before it with `GraphedStep`"
+    )
 )
 
 

@@ -7,9 +7,7 @@ actual reads are intercepted.
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,12 +17,10 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
-from lightning_cudagraph.compat.frames import frames
-from lightning_cudagraph.device.lines.user_lines import is_users, user_frame
+from lightning_cudagraph.compat.frames import frames, receiver_of
+from lightning_cudagraph.device.lines.user_lines import is_of_python, is_users, user_frame
 from lightning_cudagraph.errors import Location
 
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-_PACKAGES = "-packages" + os.sep
 # Patched methods, which are handled in `states.py`.
 _METHODS = frozenset({"forward", "update", "compute", "reset"})
 # Attributes that expose all others.
@@ -91,10 +87,9 @@ def _user_caller(metric: Metric, frame: FrameType | None) -> FrameType | None:
     """The user's frame that reads an attribute, outside of the metric's own code; None if another's."""
     for caller in frames(frame):
         code = caller.f_code
-        receiver = caller.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         file = code.co_filename
         is_users_code = is_users(code, caller.f_globals)
-        passes_on = file.startswith("<") or (file.startswith(_STDLIB) and _PACKAGES not in file)
-        if receiver is not metric and (is_users_code or not passes_on):
+        passes_on = file.startswith("<") or is_of_python(file)
+        if receiver_of(caller) is not metric and (is_users_code or not passes_on):
             return caller if is_users_code else None
     return None

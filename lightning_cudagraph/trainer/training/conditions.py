@@ -51,7 +51,7 @@ class Conditions:
         ]
         one: list[tuple[Any, str]] = [
             (strategy, "on_train_batch_start"),
-            (type(strategy), "batch_to_device"),  # below the patch
+            (type(strategy), TRANSFER),  # below the patch
             (optimizer, "step"),
             *((logger, "log_metrics") for logger in self._loggers),
             *((config.scheduler, "step") for config in trainer.lr_scheduler_configs),

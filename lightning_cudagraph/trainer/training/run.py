@@ -61,11 +61,7 @@ class TrainingRun(CapturedRun):
         part, outside = self.part, super().outside()
         return replace(
             outside,
-            parameters=lambda: {
-                f"parameter {index} in param group {group_idx} of the optimizer": parameter
-                for group_idx, group in enumerate(part.optimizer.optimizer.param_groups)
-                for index, parameter in enumerate(group["params"])
-            },
+            parameters=lambda: part.optimizer.named_parameters(),
             containers=lambda: part.optimizer.places(),
             callees=lambda: [part.optimizer.optimizer, *outside.callees()],
             read=lambda: part.optimizer.read() if part.optimizer.is_inspected else [],

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.walk.host_objects import VALUES, lineage, namespace_of
+from lightning_cudagraph.compat.frames import module_of, receiver_of
 
 _NUMBERS = (int, float, bool)
 _NO_OBJECTS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
@@ -28,14 +29,14 @@ def note_framework_read(
 ) -> None:
     """Record the value that a framework function returns to user code."""
     code = frame.f_code
-    receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    receiver = receiver_of(frame)
     kind = type(receiver)
     name = code.co_name
     if name == "__getattr__":
         name = str(frame.f_locals.get(code.co_varnames[1]))
     of = f"the `{_known_class(receiver).__qualname__}`"
     label = f"`{name}` of {of}"
-    if issubclass(kind, nn.Module) and str(frame.f_globals.get("__name__")).startswith("torch."):
+    if issubclass(kind, nn.Module) and module_of(frame).startswith("torch."):
         return  # the output of a layer
     is_number = type(value) in _NUMBERS
     if not is_number and (type(value) in VALUES or not _is_object(value) or leaves_out(value)):

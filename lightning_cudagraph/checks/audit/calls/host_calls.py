@@ -67,15 +67,12 @@ from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
-from lightning_cudagraph.compat.frames import frames
-from lightning_cudagraph.device.lines.user_lines import is_installed, user_frame
+from lightning_cudagraph.compat.frames import frames, module_of, receiver_of
+from lightning_cudagraph.device.lines.user_lines import DYNAMO, is_installed, user_frame
 from lightning_cudagraph.device.refusals.first_refusal import forbidden, note_receiver, refuse
 from lightning_cudagraph.errors import CaptureError, Location
 
-_DYNAMO = ("torch._compile", "torch._dynamo")
-_PACKAGE = __name__.partition(".")[0] + "."
 _FRAMEWORKS = Origin.FRAMEWORKS
-
 
 _hides_use: OfThread[Callable[[Any], bool]] = OfThread(lambda receiver: False)
 _known_code: OfThread[Collection[Hashable] | None] = OfThread(None)
@@ -231,7 +228,7 @@ class HostCalls:
         elif (asks := asked_in_python(frame)) is not None and (
             is_installed(code.co_filename) or not self._origins.is_users(frame)
         ):
-            self._note_setting(f"{frame.f_globals.get('__name__')}.{code.co_name}()", asks)
+            self._note_setting(f"{module_of(frame)}.{code.co_name}()", asks)
 
     def _enters_a_package(self, frame: FrameType, caller: FrameType) -> bool:
         """True for a call by the user's code of a package that may draw: NumPy's own calls go unseen."""
@@ -256,7 +253,7 @@ class HostCalls:
             return
         if id(code) in self._moving or id(code) in self._seldom or code.co_name in self._rules.harmless:
             return
-        if self._rules.hands_out(frame.f_locals.get(code.co_varnames[0])):
+        if self._rules.hands_out(receiver_of(frame)):
             behind = self._after_backward()
             note_framework_read(
                 frame, value, self.mentioned, lambda found: behind and is_of_optimizers(found)
@@ -265,12 +262,12 @@ class HostCalls:
     def _record_call(self, frame: FrameType, user_caller: FrameType) -> None:
         """Refuse a call of a method that writes records, by its name and its package."""
         code = frame.f_code
-        receiver = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        receiver = receiver_of(frame)
         if code.co_name in WRITES_TO_FILES and issubclass(type(receiver), io.IOBase):
             self._refuse_effect(name_of_file(receiver, code.co_name), user_caller, frame, is_python=True)
         if _is_property(type(receiver), code.co_name):  # `save_dir`
             return
-        package = str(frame.f_globals.get("__name__", ""))
+        package = module_of(frame)
         if self._rules.records(receiver) or (
             package.partition(".")[0] in RECORDERS or package.startswith("torch.utils.tensorboard")
         ):
@@ -373,9 +370,10 @@ class HostCalls:
 
     def _refuse_seed(self, seed: tuple[str, str, str], caller: FrameType | None) -> None:
         name, words, remedy = seed
-        while caller is not None and str(caller.f_globals.get("__name__")).startswith(_DYNAMO):
-            caller = caller.f_back  # it wraps `torch.manual_seed`
-        if (user_caller := self._origins.user_caller(caller)) is not None and not self._allows(name):
+        # Dynamo wraps `torch.manual_seed`.
+        callers = (f for f in frames(caller) if not module_of(f).startswith(DYNAMO))
+        user_caller = self._origins.user_caller(next(callers, None))
+        if user_caller is not None and not self._allows(name):
             error = forbidden(f"`{name}` {words}", remedy, user_frame(user_caller))
             error.is_effect = True
             refuse(error)
@@ -402,7 +400,7 @@ class HostCalls:
     def _note_names(self, frame: FrameType) -> None:
         """Record the names of a piece of code before it runs for the first time."""
         code = frame.f_code
-        if str(frame.f_globals.get("__name__", "")).startswith(_PACKAGE):
+        if module_of(frame).startswith("lightning_cudagraph."):
             return  # this package's code around the step is no part of it
         if not self._origins.is_users(frame):
             self.mentioned.names.update(code.co_names)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightning_cudagraph.compat.frames import frames
+from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
 
 _NEXT = "__next__"
@@ -93,7 +93,7 @@ def system_module(function: Any, receiver: Any) -> str:
 def is_import(frame: FrameType | None, user_caller: FrameType) -> bool:
     """True for a call by Python's own code that finds and loads modules."""
     inside = takewhile(lambda caller: caller is not user_caller, frames(frame))
-    return any(str(caller.f_globals.get("__name__", "")).startswith(_IMPORTS) for caller in inside)
+    return any(module_of(caller).startswith(_IMPORTS) for caller in inside)
 
 
 def opens_to_read(frame: FrameType) -> bool:

@@ -8,11 +8,9 @@ from types import FrameType
 
 from lightning_cudagraph.checks.audit.calls.known_calls import RECORDERS
 from lightning_cudagraph.compat.frames import frames
-from lightning_cudagraph.device.lines.user_lines import is_users
+from lightning_cudagraph.device.lines.user_lines import PACKAGES, is_of_python, is_users
 
 _WRITERS = RECORDERS | {"numpy", "tqdm", "rich"}
-_STDLIB_DIR = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_SITE = "-packages" + os.sep
 
 
 class Origin(Enum):
@@ -38,8 +36,8 @@ class Origins:
         if origin is None:
             if (
                 file in self._passing_on
-                or (file.startswith(_STDLIB_DIR) and _SITE not in file)
-                or file.partition(_SITE)[2].partition(os.sep)[0] in _WRITERS
+                or is_of_python(file)
+                or file.partition(PACKAGES)[2].partition(os.sep)[0] in _WRITERS
             ):
                 origin = Origin.PASSES_ON
             else:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_cudagraph.compat.features import CHARTS
 from lightning_cudagraph.compat.tables import available
+from lightning_cudagraph.timing.readings.sink import Sink
 from lightning_cudagraph.timing.readings.spans import (
     EXPOSED_TAG,
     RANKS_TAG,
@@ -25,7 +26,6 @@ from lightning_cudagraph.timing.readings.spans import (
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.windows import WindowSummary
-from lightning_cudagraph.timing.sinks.sink import Sink
 from lightning_cudagraph.timing.sinks.tensorboard.logger_writer import nested_parts
 from lightning_cudagraph.timing.sinks.tensorboard.records import behind
 

@@ -14,6 +14,7 @@ from lightning_cudagraph.compat.features import EVENT_QUEUE
 from lightning_cudagraph.compat.method_patches import patch_method
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.timing.readings.spans import Reading
+from lightning_cudagraph.timing.sinks.logged_medians import given_no_more
 from lightning_cudagraph.timing.sinks.tensorboard.records import Curves, ReadingRecords
 
 
@@ -67,10 +68,7 @@ class LoggerWriter:
         except Exception as error:  # a full disk, or an error of any kind by a subclass
             failed, self._failed = self._failed, True
             if not failed:
-                rank_zero_warn(
-                    f"lightning_cudagraph: `{type(self._logger).__qualname__}` could not write times:"
-                    f" {type(error).__name__}: {error}. It is given no more; training goes on."
-                )
+                rank_zero_warn(given_no_more(self._logger, "write", error))
 
     def _write(self, writer: Any, readings: Sequence[Reading]) -> None:
         if getattr(writer, "file_writer", self) is None:

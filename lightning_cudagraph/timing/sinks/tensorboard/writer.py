@@ -15,8 +15,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_cudagraph.timing.readings.sink import Sink
 from lightning_cudagraph.timing.readings.spans import Reading
-from lightning_cudagraph.timing.sinks.sink import Sink
 from lightning_cudagraph.timing.sinks.tensorboard.charts import Charts
 from lightning_cudagraph.timing.sinks.tensorboard.logger_writer import LoggerWriter
 from lightning_cudagraph.timing.sinks.tensorboard.records import behind, curves_of, n_bytes

@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid, refuse
@@ -132,10 +133,8 @@ class LostGradients:
 
 def _caller() -> CodeType:
     """The code that has come to a function mode."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(PACKAGE_DIR) and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code
+    codes = (frame.f_code for frame in frames(sys._getframe(1)))
+    return next(code for code in codes if not code.co_filename.startswith(PACKAGE_DIR))
 
 
 def _version(gradient: Tensor | None) -> int:

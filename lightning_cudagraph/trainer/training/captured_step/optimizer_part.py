@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cudagraph.capture.steps import AccumulationPhase
+from lightning_cudagraph.checks.verify.compare import buffers_and_gradients
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
@@ -157,14 +158,7 @@ class OptimizerPart:
 
     def state(self, accumulation: AccumulationPhase, makes_gradients: bool) -> dict[str, Tensor]:
         """All tensors that a captured step changes, by name, in the order of the step."""
-        state: dict[str, Tensor] = {
-            **{f"buffer `{name}`": buffer for name, buffer in self._module.named_buffers()},
-            **{
-                f"the gradient of a parameter that the step only adds to ({index})": parameter.grad
-                for index, parameter in enumerate(self.parameters(makes_gradients)[1])
-                if parameter.grad is not None
-            },
-        }
+        state = buffers_and_gradients(self._module, self.parameters(makes_gradients)[1])
         if not accumulation.steps:
             return state
         if self.scaler is not None:

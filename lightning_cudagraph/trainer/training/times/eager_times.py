@@ -55,8 +55,8 @@ class EagerTimes:
         self._step = ExitStack()
         self._untimed: dict[str, str] | None = None  # until a step was timed
         self._patches = ExitStack()
-        self._move = Original(trainer.strategy, "batch_to_device")
-        patch_method(trainer.strategy, "batch_to_device", self._batch_to_device, self._patches)
+        self._move = Original(trainer.strategy, TRANSFER)
+        patch_method(trainer.strategy, TRANSFER, self._batch_to_device, self._patches)
 
     def batch_starts(self) -> None:
         self._abandon()

@@ -14,7 +14,8 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import in_place
-from lightning_cudagraph.timing.events.marks import Stage, StepMarks
+from lightning_cudagraph.timing.events.marks import StepMarks
+from lightning_cudagraph.timing.readings.spans import Stage
 from lightning_cudagraph.trainer.config.support import is_overridden, scaler_of
 
 

@@ -39,12 +39,12 @@ from lightning_cudagraph.timing.output.report import time_lines
 from lightning_cudagraph.timing.output.step_times import EagerSummary, StepTimes
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.readings.rank_times import RankTable, RankTimes, SharedRun
+from lightning_cudagraph.timing.readings.sink import Sink
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
 from lightning_cudagraph.timing.readings.windows import ReadingWindow
 from lightning_cudagraph.timing.sinks.dashboard import Dashboard
 from lightning_cudagraph.timing.sinks.logged_medians import MediansWriter
-from lightning_cudagraph.timing.sinks.sink import Sink
 from lightning_cudagraph.timing.sinks.tensorboard.charts import StepBand, StepLine
 from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.timing.sinks.trace import TraceWriter

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lightning_cudagraph.timing.readings.sink import Sink
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.windows import ReadingWindow, WindowSummary
-from lightning_cudagraph.timing.sinks.sink import Sink
 
 # The readings that decide, and what timings may take of the time of a step.
 _READINGS = 200

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+from traceback import walk_tb
 from types import CellType, FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
 
+from lightning_cudagraph.checks.walk.kinds import TENSOR_HOOKS
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.lines.user_lines import is_users
 
 _DISPATCH = "_deepcopy_dispatch"
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def copy_of(module: pl.LightningModule) -> tuple[pl.LightningModule, list[Any]]:
@@ -44,17 +45,14 @@ def copy_of(module: pl.LightningModule) -> tuple[pl.LightningModule, list[Any]]:
 
 def _not_copied(error: Exception) -> Any:
     """The innermost value whose copy has raised an error."""
-    trace, value = error.__traceback__, None
-    while trace is not None:
-        if trace.tb_frame.f_code is copy.deepcopy.__code__:
-            value = trace.tb_frame.f_locals["x"]
-        trace = trace.tb_next
-    return value
+    raised_in = [frame for frame, _ in walk_tb(error.__traceback__)]
+    copies = [frame for frame in raised_in if frame.f_code is copy.deepcopy.__code__]
+    return copies[-1].f_locals["x"] if copies else None
 
 
 def _copy_hooks_of_tensors(memo: dict[int, Any]) -> None:
     for value in memo.get(id(memo), ()):  # where `deepcopy` keeps what it has copied
-        for name in _HOOKS_OF_TENSORS if isinstance(value, Tensor) else ():
+        for name in TENSOR_HOOKS if isinstance(value, Tensor) else ():
             if hooks := getattr(value, name):
                 setattr(memo[id(value)], name, copy.deepcopy(hooks, memo))
 

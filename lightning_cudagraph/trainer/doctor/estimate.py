@@ -15,9 +15,8 @@ from torch.autograd import set_multithreading_enabled
 
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
 from lightning_cudagraph.device.streams.accesses import only_looks
+from lightning_cudagraph.timing.output.report import LAUNCH_BOUND
 
-# Below, a step is not called launch-bound, as in the report of a run.
-_LAUNCH_BOUND = 1.05
 # Host time of an op in an eager step under Lightning, assumed where there is no GPU. On the machine of
 # docs/beside_other_ways.md, with a slow CPU, steps of GPT, BERT-base, ResNet-18 and DLRM take 26 to 61
 # µs for each of their ops (609, 1268, 217 and 94). That a fast CPU takes a third of 30 is a guess.
@@ -61,7 +60,7 @@ class Estimate:
     @property
     def is_launch_bound(self) -> bool | None:
         gain = self.highest_gain
-        return None if gain is None else gain >= _LAUNCH_BOUND
+        return None if gain is None else gain >= LAUNCH_BOUND
 
     @property
     def assumed_host_ms(self) -> tuple[float, ...]:
@@ -107,7 +106,7 @@ class Estimate:
             )
         if gain is None:
             return "not measured: another profiler is running"
-        found = f"no, {gain:.2f} times" if gain < _LAUNCH_BOUND else f"yes, about {gain:.1f} times"
+        found = f"no, {gain:.2f} times" if gain < LAUNCH_BOUND else f"yes, about {gain:.1f} times"
         if self.replay_ms and self.step_ms is not None:
             by = self.step_ms / self.replay_ms
             found += f"; a replay took {self.replay_ms:.2f} ms, {by:.1f} times as fast as a plain step"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cudagraph.errors import Finding
-from lightning_cudagraph.trainer.command.estimate import Estimate
+from lightning_cudagraph.trainer.doctor.estimate import Estimate
 
 _WIDTH = 110
 

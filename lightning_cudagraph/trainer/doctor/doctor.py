@@ -27,12 +27,12 @@ from lightning_cudagraph.errors import ConfigurationError, Finding, UnsupportedE
 from lightning_cudagraph.tensors.signatures import NotCaptured
 from lightning_cudagraph.timing.output.stages import AFTER_PAUSES
 from lightning_cudagraph.timing.output.summary import RunSummary
-from lightning_cudagraph.trainer.command.diagnosis_report import DiagnosisReport
-from lightning_cudagraph.trainer.command.estimate import Estimate, StepMeter
-from lightning_cudagraph.trainer.command.module_copy import copy_of
-from lightning_cudagraph.trainer.command.saved_state import SavedState
-from lightning_cudagraph.trainer.command.stand_ins import use_stand_ins
 from lightning_cudagraph.trainer.config.support import callbacks_of
+from lightning_cudagraph.trainer.doctor.diagnosis_report import DiagnosisReport
+from lightning_cudagraph.trainer.doctor.estimate import Estimate, StepMeter
+from lightning_cudagraph.trainer.doctor.module_copy import copy_of
+from lightning_cudagraph.trainer.doctor.saved_state import SavedState
+from lightning_cudagraph.trainer.doctor.stand_ins import use_stand_ins
 
 # Warm-up, the capture and the replays that are verified, and some more, in which a graph can go stale.
 _STEPS = 24
@@ -236,7 +236,7 @@ def _report(
     return DiagnosisReport(
         step=f"{type(module).__qualname__}.training_step",
         backend=summary.backend,
-        findings=tuple(sorted(grouped(found), key=_line)),
+        findings=tuple(sorted(grouped(found), key=lambda each: each.place)),
         search_ended_by=ended,
         notes=(*summary.notes, *stale, *([] if found else eager), *others),
         replayed_steps=fit.replayed,
@@ -252,10 +252,6 @@ def _unstable(what: str, reasons: list[str], remedy: str) -> Finding:
         remedy,
         next((reason.location for reason in reasons if isinstance(reason, Change)), None),
     )
-
-
-def _line(finding: Finding) -> tuple[str, int]:
-    return ("", 0) if finding.location is None else (finding.location.path, finding.location.line)
 
 
 def _shorten(trainer: pl.Trainer, left_out: type[Callback]) -> None:

@@ -1,1 +1,0 @@
-"""The console command, and the doctor: what in a step keeps it from being captured?"""

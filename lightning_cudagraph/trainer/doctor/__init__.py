@@ -1,0 +1,1 @@
+"""The doctor: what in a step keeps it from being captured?"""
