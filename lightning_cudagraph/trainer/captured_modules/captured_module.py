@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cudagraph.capture.decisions.short_lives import ShortLives
 from lightning_cudagraph.capture.steps import Phase, StepCounts
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
@@ -54,7 +55,7 @@ class CapturedModule:
         self._parameters, self._modules = [*module.parameters()], [*module.modules()]
         self._variants: dict[Signature, Variant] = {}
         self._last: Variant | None = None
-        self._short = 0
+        self._short = ShortLives(_MAX_SHORT, _FEW_REPLAYS)
         self._given_up: str | None = None
         self._counts = StepCounts()  # of its calls
 
@@ -172,16 +173,16 @@ class CapturedModule:
 
     def _drop(self, variant: Variant, reason: str) -> None:
         """Let go of graphs that a change has made invalid."""
-        few = sum(graph.replays for graph in variant.graphs) < _FEW_REPLAYS
+        short = self._short
+        short.ended(sum(graph.replays for graph in variant.graphs))
         variant.drop()
         self._parameters, self._modules = [*self._module.parameters()], [*self._module.modules()]
         change = reason if isinstance(reason, Change) else Change(reason)
         change.remedy = change.remedy or remedy_of(kind_of(change))
         self._run.counts.recaptures.append(change)
-        self._short = self._short + 1 if few else 0
         again = "and is captured again"
-        if self._short >= _MAX_SHORT:
-            self._given_up = f"given up after {self._short} captures that served few replays; {reason}"
+        if short.are_too_many:
+            self._given_up = f"given up after {short.limit} captures that served few replays; {reason}"
             again = "and is eager from now on"
         self._run.announce(f"The graph of `{self.name}` is invalid {again}: {reason}.")
 
