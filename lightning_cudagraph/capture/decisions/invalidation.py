@@ -13,7 +13,6 @@ from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.steps import T
 from lightning_cudagraph.checks.guards.changes import Change
-from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
 
@@ -141,10 +140,7 @@ class Invalidation(Generic[T]):
             return
         short = self._short_captures
         short.ended(replays)
-        change = reason if isinstance(reason, Change) else Change(reason)
-        change.is_after_pause = self._is_after_pause
-        change.remedy = self._run.wording.of(change.remedy or remedy_of(kind_of(change)))
-        self._run.counts.recaptures.append(change)
+        self._run.counts.note_recapture(reason, self._run.wording, self._is_after_pause)
         if short.are_too_many:
             self.give_up(
                 f"given up after {short.in_a_row} captures in a row that served fewer than"

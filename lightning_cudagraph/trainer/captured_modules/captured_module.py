@@ -7,23 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cudagraph.capture.captures import raised_in_capture
 from lightning_cudagraph.capture.decisions.short_lives import ShortLives
 from lightning_cudagraph.capture.steps import Phase, StepCounts
-from lightning_cudagraph.checks.guards.changes import Change
-from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
+from lightning_cudagraph.checks.guards.remedies import kind_of
 from lightning_cudagraph.compat.method_patches import Original
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.lines.user_lines import location_of
 from lightning_cudagraph.device.sentry.sentry import is_capturing
-from lightning_cudagraph.errors import (
-    CUDAGraphError,
-    StaleGraphError,
-    UnsupportedError,
-    VerificationError,
-    Wording,
-)
+from lightning_cudagraph.errors import CUDAGraphError, StaleGraphError, UnsupportedError, Wording
 from lightning_cudagraph.tensors.batch_signature import Signature
-from lightning_cudagraph.tensors.host_values import in_words
 from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call
 from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun, Variant
@@ -64,8 +57,21 @@ class CapturedModule:
         # Dynamo knows the answer, and compiles the plain call.
         if torch.compiler.is_compiling() or not self._run.on.value or is_capturing():
             return self._forward(*args, **kwargs)
+        returned, reason = self._tried(args, kwargs)
+        if reason is None:
+            return returned
+        self._note_eager(reason)
+        return self._forward(*args, **kwargs)
+
+    def _tried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
+        """Make a call: as a step of a warm-up, or as a replay.
+
+        Returns:
+            What the module returns, and None. Or None, and why the call must be eager: nothing of it
+            has happened.
+        """
         if self._given_up is not None:
-            return self._eagerly(self._given_up, args, kwargs)
+            return None, self._given_up
         try:
             if not self._run.backend.is_on_side_stream():
                 raise UnsupportedError("The module is called on a stream of the user's.", LEAVE_OUT)
@@ -73,16 +79,16 @@ class CapturedModule:
             call = Call(args, kwargs, self._parameters, self._modules, device)
             variant = self._variant(call)
         except UnsupportedError as error:
-            return self._eagerly(self._unsupported(error), args, kwargs)
+            return None, self._unsupported(error)
         if variant.graphs and (change := variant.changed()):
             self._drop(variant, change)
         variant.begin()
         if variant.refused is not None:
-            return self._refused(variant, variant.refused, args, kwargs)
+            return None, self._refuse(variant, variant.refused)
         if not variant.is_warm:
             self._counts.warmed_up += 1
             self._run.calls.append((Phase.WARMING, ""))
-            return variant.warm_up(args, kwargs)
+            return variant.warm_up(args, kwargs), None
         return self._captured(variant, call, args, kwargs)
 
     def _variant(self, call: Call) -> Variant:
@@ -99,63 +105,49 @@ class CapturedModule:
 
     def _captured(
         self, variant: Variant, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Replay a call, with a graph that is not in use, or with a new one."""
+    ) -> tuple[Any, str | None]:
+        """Replay a call, with a graph that is not in use, or with a new one; see `_tried`."""
         graph = next((each for each in variant.graphs if not each.is_in_use), None)
         if graph is None:
-            if sum(len(each.graphs) for each in self._variants.values()) >= self._max_graphs:
-                why = f"its {self._max_graphs} graphs were all in use, or of other signatures"
-                return self._eagerly(why, args, kwargs)
+            max_graphs = self._run.settings.max_graphs
+            if sum(len(each.graphs) for each in self._variants.values()) >= max_graphs:
+                return None, f"its {max_graphs} graphs were all in use, or of other signatures"
             if variant.graphs and (change := variant.changed(before_capture=True)):
                 self._drop(variant, change)
-                return self._eagerly(kind_of(change), args, kwargs)
+                return None, kind_of(change)
             try:
                 graph = variant.capture(call)
             except UnsupportedError as error:
-                return self._refused(variant, error, args, kwargs)
+                return None, self._refuse(variant, error)
             except CUDAGraphError:
                 raise
             except Exception as error:
-                raised = f"{type(error).__name__} in the capture: {in_words(str(error))}"
-                where = location_of(error)
+                what = f"The module raised {raised_in_capture(error)}; eagerly it did not."
+                only_here = UnsupportedError(what, LEAVE_OUT, location=location_of(error))
                 clear_frames(error)
             if graph is None:
                 # If user code raised it, this raises it again, with the usual effects.
                 returned = self._forward(*args, **kwargs)
-                what = f"The module raised {raised}; eagerly it did not."
-                self._refused(variant, UnsupportedError(what, LEAVE_OUT, location=where))
-                return returned
+                self._note_eager(self._refuse(variant, only_here))
+                return returned, None
             self._counts.captures += 1
         try:
             returned = variant.replay(graph, call)
-        except UnsupportedError as error:  # nothing of the call has happened
-            is_stale = isinstance(error, StaleGraphError) or bool(variant.guards.suspicions.of(graph))
-            if not (is_stale and isinstance(error, VerificationError)):
-                return self._refused(variant, error, args, kwargs)
+        except StaleGraphError as error:
             self._drop(variant, error.reason)
-            return self._eagerly(kind_of(error.reason), args, kwargs)
+            return None, kind_of(error.reason)
+        except UnsupportedError as error:
+            return None, self._refuse(variant, error)
         self._counts.replayed += 1
         self._run.calls.append((Phase.CAPTURED, ""))
-        return returned
+        return returned, None
 
-    def _refused(self, variant: Variant, error: UnsupportedError, *arguments: Any) -> Any:
-        """Leave the calls of a signature eager because of `error`, and make the one that is given."""
+    def _refuse(self, variant: Variant, error: UnsupportedError) -> str:
+        """Leave the calls of a signature eager because of `error`; return the reason."""
         variant.refused = error
         clear_frames(error)
         variant.drop()
-        reason = self._unsupported(error)
-        if arguments:
-            return self._eagerly(reason, *arguments)
-        self._note_eager(reason)
-        return None
-
-    @property
-    def _max_graphs(self) -> int:
-        return self._run.settings.max_graphs
-
-    def _eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._note_eager(reason)
-        return self._forward(*args, **kwargs)
+        return self._unsupported(error)
 
     def _note_eager(self, reason: str) -> None:
         self._counts.note_eager(reason)
@@ -177,9 +169,7 @@ class CapturedModule:
         short.ended(sum(graph.replays for graph in variant.graphs))
         variant.drop()
         self._parameters, self._modules = [*self._module.parameters()], [*self._module.modules()]
-        change = reason if isinstance(reason, Change) else Change(reason)
-        change.remedy = change.remedy or remedy_of(kind_of(change))
-        self._run.counts.recaptures.append(change)
+        self._run.counts.note_recapture(reason, WORDING)
         again = "and is captured again"
         if short.are_too_many:
             self._given_up = f"given up after {short.limit} captures that served few replays; {reason}"
