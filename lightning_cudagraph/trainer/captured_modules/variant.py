@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from time import perf_counter
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_cudagraph.capture.steps import Phase, StepCounts
 from lightning_cudagraph.checks.audit.step_audit import step_audit
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
-from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.device.backend import Backend, Graph
@@ -60,6 +59,7 @@ class ModulesRun:
     Attributes:
         on: a training step is under way, and no call of one of the modules that is watched.
         step: the number of the step.
+        rules: those of the host code in a captured module.
         calls: the phase of each call in that step, and the reason of an eager one.
         retired: graphs that are invalid, and may still be in use.
     """
@@ -77,8 +77,7 @@ class ModulesRun:
     def __post_init__(self) -> None:
         self.verifier = Verifier(self.backend, self.settings.verify)
         rules = host_rules(self.trainer, self.settings.harmless, _none)
-        self._rules = replace(rules, refused={**rules.refused, **_LOGGING})
-        self._carried = ReboundAttributes(nn.Module(), self.backend.device, frozenset(), _none)
+        self.rules = replace(rules, refused={**rules.refused, **_LOGGING})
 
     def begin_step(self) -> None:
         """Count a step, and release graphs that are invalid and not in use any more."""
@@ -106,32 +105,6 @@ class ModulesRun:
         else:
             self.counts.note_eager("no captured module was called")
 
-    def guards(self, module: nn.Module) -> Guards:
-        """New guards on what graphs of a module bake in."""
-        trainer = self.trainer
-        return Guards(
-            module,
-            GuardedValues(dict, dict),
-            Unguarded(OWN_ATTRIBUTES | self.settings.harmless, stops=RUN_STATE),
-            OutsideModel({"trainer": trainer}, roots=lambda: outside_of_model(trainer)),
-        )
-
-    @contextmanager
-    def audited(self, module: nn.Module, guards: Guards) -> Iterator[None]:
-        """Context of a module in a capture, which refuses what a replay would not repeat."""
-        with ExitStack() as stack:
-            if is_in_group():
-                stack.enter_context(CollectiveRules(_ALONE, LEAVE_OUT))
-            audit = step_audit(module, self.trainer, self.backend.device, self._rules)
-            mentioned = stack.enter_context(audit).mentioned
-            guards.mentioned.append(mentioned)
-            stack.enter_context(self._carried.inside(lambda: ""))
-            yield
-            if "retain_grad" in mentioned.users:
-                error = retains_gradient("The module calls `retain_grad()`.")
-                error.is_effect = True
-                raise error
-
 
 class Variant:
     """The calls of a module with one signature.
@@ -152,8 +125,14 @@ class Variant:
 
     @cached_property
     def guards(self) -> Guards:
-        """The guards on its graphs; made when the warm-up ends."""
-        return self._run.guards(self._module)
+        """The guards on what its graphs bake in; made when the warm-up ends."""
+        trainer = self._run.trainer
+        return Guards(
+            self._module,
+            GuardedValues(dict, dict),
+            Unguarded(OWN_ATTRIBUTES | self._run.settings.harmless, stops=RUN_STATE),
+            OutsideModel({"trainer": trainer}, roots=lambda: outside_of_model(trainer)),
+        )
 
     def changed(self, before_capture: bool = False) -> str | None:
         """The first change since the captures, in words; None if there is none.
@@ -242,8 +221,18 @@ class Variant:
         started_s = perf_counter()
 
         def audited() -> T:
-            with run.audited(self._module, guards):
-                return body()
+            with ExitStack() as stack:
+                if is_in_group():
+                    stack.enter_context(CollectiveRules(_ALONE, LEAVE_OUT))
+                audit = step_audit(self._module, run.trainer, run.backend.device, run.rules)
+                mentioned = stack.enter_context(audit).mentioned
+                guards.mentioned.append(mentioned)
+                found = body()
+                if "retain_grad" in mentioned.users:
+                    error = retains_gradient("The module calls `retain_grad()`.")
+                    error.is_effect = True
+                    raise error
+            return found
 
         with ExitStack() as stack:
             stack.enter_context(setting(run.on, value=False))
