@@ -65,6 +65,15 @@ class StepCounts:
     recaptures: list[str] = field(default_factory=list)
     not_captured: str = ""
 
+    def note(self, phase: Phase, reason: str = "") -> None:
+        """Count a step, or a call; `reason` is that of an eager one."""
+        if phase is Phase.EAGER:
+            self.note_eager(reason)
+        elif phase is Phase.WARMING:
+            self.warmed_up += 1
+        else:
+            self.replayed += 1
+
     def note_eager(self, reason: str) -> None:
         """Count an eager step. Beyond a dozen reasons, new ones are counted together."""
         if reason not in self.eager and len(self.eager) >= _MAX_REASONS:

@@ -60,7 +60,7 @@ class CapturedModule:
         returned, reason = self._tried(args, kwargs)
         if reason is None:
             return returned
-        self._note_eager(reason)
+        self._note(Phase.EAGER, reason)
         return self._forward(*args, **kwargs)
 
     def _tried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
@@ -86,8 +86,7 @@ class CapturedModule:
         if variant.refused is not None:
             return None, self._refuse(variant, variant.refused)
         if not variant.is_warm:
-            self._counts.warmed_up += 1
-            self._run.calls.append((Phase.WARMING, ""))
+            self._note(Phase.WARMING)
             return variant.warm_up(args, kwargs), None
         return self._captured(variant, call, args, kwargs)
 
@@ -97,8 +96,7 @@ class CapturedModule:
             return last
         signature = call.signature
         if signature not in self._variants:
-            for forgotten in make_room(self._variants, lambda variant: not variant.graphs):
-                forgotten.drop()
+            make_room(self._variants, lambda variant: not variant.graphs)
             self._variants[signature] = Variant(self._run, self._module, self._forward, call)
         self._last = self._variants[signature]
         return self._last
@@ -128,7 +126,7 @@ class CapturedModule:
             if graph is None:
                 # If user code raised it, this raises it again, with the usual effects.
                 returned = self._forward(*args, **kwargs)
-                self._note_eager(self._refuse(variant, only_here))
+                self._note(Phase.EAGER, self._refuse(variant, only_here))
                 return returned, None
             self._counts.captures += 1
         try:
@@ -138,8 +136,7 @@ class CapturedModule:
             return None, kind_of(error.reason)
         except UnsupportedError as error:
             return None, self._refuse(variant, error)
-        self._counts.replayed += 1
-        self._run.calls.append((Phase.CAPTURED, ""))
+        self._note(Phase.CAPTURED)
         return returned, None
 
     def _refuse(self, variant: Variant, error: UnsupportedError) -> str:
@@ -149,9 +146,10 @@ class CapturedModule:
         variant.drop()
         return self._unsupported(error)
 
-    def _note_eager(self, reason: str) -> None:
-        self._counts.note_eager(reason)
-        self._run.calls.append((Phase.EAGER, f"a call of `{self.name}`: {reason}"))
+    def _note(self, phase: Phase, reason: str = "") -> None:
+        """Count a call, among those of the module and of the step."""
+        self._counts.note(phase, reason)
+        self._run.calls.append((phase, f"a call of `{self.name}`: {reason}" if reason else ""))
 
     def _unsupported(self, error: UnsupportedError) -> str:
         """Raise if the module has had no graph, and the user wants that; return the reason otherwise."""

@@ -95,15 +95,9 @@ class ModulesRun:
 
     def end_step(self) -> None:
         """Count a step by the calls in it: one that is not a replay counts for all."""
-        phases = [phase for phase, _ in self.calls]
-        if Phase.EAGER in phases:
-            self.counts.note_eager(self.calls[phases.index(Phase.EAGER)][1])
-        elif Phase.WARMING in phases:
-            self.counts.warmed_up += 1
-        elif phases:
-            self.counts.replayed += 1
-        else:
-            self.counts.note_eager("no captured module was called")
+        none = Phase.EAGER, "no captured module was called"
+        order = Phase.EAGER, Phase.WARMING, Phase.CAPTURED
+        self.counts.note(*min(self.calls, key=lambda call: order.index(call[0]), default=none))
 
 
 class Variant:
