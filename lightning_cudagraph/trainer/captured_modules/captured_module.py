@@ -19,7 +19,9 @@ from lightning_cudagraph.errors import CUDAGraphError, StaleGraphError, Unsuppor
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call
-from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun, Variant
+from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
+from lightning_cudagraph.trainer.captured_modules.run import ModulesRun
+from lightning_cudagraph.trainer.captured_modules.variant import Variant
 
 WORDING = Wording(
     words={
@@ -48,6 +50,7 @@ class CapturedModule:
         self._parameters, self._modules = [*module.parameters()], [*module.modules()]
         self._variants: dict[Signature, Variant] = {}
         self._last: Variant | None = None
+        self._retired: list[ModuleGraph] = []  # which may still be in use
         self._short = ShortLives(_MAX_SHORT, _FEW_REPLAYS)
         self._given_up: str | None = None
         self._counts = StepCounts()  # of its calls
@@ -80,7 +83,7 @@ class CapturedModule:
             variant = self._variant(call)
         except UnsupportedError as error:
             return None, self._unsupported(error)
-        if variant.graphs and (change := variant.changed()):
+        if variant.graphs and (change := self._run.changed(variant.guards)):
             self._drop(variant, change)
         variant.begin()
         if variant.refused is not None:
@@ -110,7 +113,7 @@ class CapturedModule:
             max_graphs = self._run.settings.max_graphs
             if sum(len(each.graphs) for each in self._variants.values()) >= max_graphs:
                 return None, f"its {max_graphs} graphs were all in use, or of other signatures"
-            if variant.graphs and (change := variant.changed(before_capture=True)):
+            if variant.graphs and (change := self._run.changed(variant.guards, True)):
                 self._drop(variant, change)
                 return None, kind_of(change)
             try:
@@ -143,7 +146,7 @@ class CapturedModule:
         """Leave the calls of a signature eager because of `error`; return the reason."""
         variant.refused = error
         clear_frames(error)
-        variant.drop()
+        self._retired += variant.drop()
         return self._unsupported(error)
 
     def _note(self, phase: Phase, reason: str = "") -> None:
@@ -165,7 +168,7 @@ class CapturedModule:
         """Let go of graphs that a change has made invalid."""
         short = self._short
         short.ended(sum(graph.replays for graph in variant.graphs))
-        variant.drop()
+        self._retired += variant.drop()
         self._parameters, self._modules = [*self._module.parameters()], [*self._module.modules()]
         self._run.counts.note_recapture(reason, WORDING)
         again = "and is captured again"
@@ -174,6 +177,12 @@ class CapturedModule:
             again = "and is eager from now on"
         self._run.announce(f"The graph of `{self.name}` is invalid {again}: {reason}.")
 
+    def begin_step(self) -> None:
+        """Release graphs that are invalid and not in use any more."""
+        for graph in [each for each in self._retired if not each.is_in_use]:
+            self._retired.remove(graph)
+            graph.release()
+
     def suspect(self) -> None:
         """Compare everything before the next replay."""
         for variant in self._variants.values():
@@ -181,10 +190,13 @@ class CapturedModule:
                 variant.guards.suspect()
 
     def close(self) -> None:
-        """Let go of all graphs."""
+        """Release all graphs, in use or not."""
         for variant in self._variants.values():
-            variant.drop()
+            self._retired += variant.drop()
         self._variants, self._last = {}, None
+        for graph in self._retired:
+            graph.release()
+        self._retired.clear()
 
     @property
     def note(self) -> str:

@@ -23,7 +23,7 @@ from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.captured_modules.captured_module import CapturedModule
-from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun
+from lightning_cudagraph.trainer.captured_modules.run import ModulesRun
 from lightning_cudagraph.trainer.common.captured_run import announce
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.config.settings import Settings
@@ -102,6 +102,8 @@ class ModulesTraining:
     def _optimization(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the step of a batch on the side stream, where modules are captured."""
         self._run.begin_step()
+        for captured in self._captured:
+            captured.begin_step()
         numbers = {"self.global_step": self._trainer.global_step}
         self._run.backend.checks.step = self._run.counts.replayed, numbers
         with setting(self._run.on, value=True), self._run.backend.on_side_stream():
@@ -134,7 +136,6 @@ class ModulesTraining:
     def close(self) -> None:
         """Undo all patches, and release the graphs and their memory."""
         with ExitStack() as stack:
-            stack.callback(self._run.release)
             for captured in self._captured:
                 stack.callback(captured.close)
             stack.callback(self._patches.close)
