@@ -23,12 +23,7 @@ from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
 from lightning_cudagraph.trainer.captured_modules.run import ModulesRun
 from lightning_cudagraph.trainer.captured_modules.variant import Variant
 
-WORDING = Wording(
-    words={
-        "the training step": "the module",
-        "`batch[": "`call[",
-    }
-)
+WORDING = Wording(words={"the training step": "the module", "`batch[": "`call["})
 _OUTSIDE = (
     "Do it outside of the module, where all is eager: in the step, with what `forward` returns, or in a"
     " forward hook of the module. See docs/modules.md."
@@ -42,10 +37,11 @@ class CapturedModule:
 
     Attributes:
         name: its name in the LightningModule.
+        module: the module itself.
     """
 
     def __init__(self, run: ModulesRun, name: str, module: nn.Module) -> None:
-        self._run, self.name, self._module = run, name, module
+        self._run, self.name, self.module = run, name, module
         self._forward = Original(module, "forward")
         self._parameters, self._modules = [*module.parameters()], [*module.modules()]
         self._variants: dict[Signature, Variant] = {}
@@ -100,7 +96,7 @@ class CapturedModule:
         signature = call.signature
         if signature not in self._variants:
             make_room(self._variants, lambda variant: not variant.graphs)
-            self._variants[signature] = Variant(self._run, self._module, self._forward, call)
+            self._variants[signature] = Variant(self._run, self.module, self._forward, call)
         self._last = self._variants[signature]
         return self._last
 
@@ -169,7 +165,7 @@ class CapturedModule:
         short = self._short
         short.ended(sum(graph.replays for graph in variant.graphs))
         self._retired += variant.drop()
-        self._parameters, self._modules = [*self._module.parameters()], [*self._module.modules()]
+        self._parameters, self._modules = [*self.module.parameters()], [*self.module.modules()]
         self._run.counts.note_recapture(reason, WORDING)
         again = "and is captured again"
         if short.are_too_many:

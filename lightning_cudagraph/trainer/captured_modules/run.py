@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import lightning.pytorch as pl
-from torch import nn
 
 from lightning_cudagraph.capture.steps import Phase, StepCounts
 from lightning_cudagraph.checks.guards.guards import Guards
@@ -21,11 +20,6 @@ _LOGGING = {
     function.__code__: (f"self.{function.__name__}", "Return the value, and log it in `training_step`.")
     for function in (pl.LightningModule.log, pl.LightningModule.log_dict)
 }
-
-
-def _none(module: nn.Module) -> bool:
-    """False: a metric in a captured module would be called in no replay."""
-    return False
 
 
 @dataclass
@@ -50,7 +44,8 @@ class ModulesRun:
 
     def __post_init__(self) -> None:
         self.verifier = Verifier(self.backend, self.settings.verify)
-        rules = host_rules(self.trainer, self.settings.harmless, _none)
+        # Not even a metric stays on the host: in a captured module it would be called in no replay.
+        rules = host_rules(self.trainer, self.settings.harmless, lambda module: False)
         self.rules = replace(rules, refused={**rules.refused, **_LOGGING})
 
     def begin_step(self) -> None:

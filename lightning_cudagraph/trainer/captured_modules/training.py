@@ -61,7 +61,6 @@ class ModulesTraining:
         self._patches = ExitStack()
         self._run = ModulesRun(trainer, backend, settings, announce)
         self._captured = [CapturedModule(self._run, name, each) for name, each in modules.items()]
-        self._modules = [*modules.values()]
 
     def replace(self, counts: StepCounts, error: UnsupportedError, optimizer: str = "") -> None:
         """Take over from whole steps, which were refused; first with the `optimizer`, if not empty."""
@@ -96,8 +95,8 @@ class ModulesTraining:
             patch_method(
                 owner, "run", partial(self._optimization, Original(owner, "run")), self._patches
             )
-        for captured, module in zip(self._captured, self._modules, strict=True):
-            patch_method(module, "forward", captured, self._patches)
+        for captured in self._captured:
+            patch_method(captured.module, "forward", captured, self._patches)
 
     def _optimization(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the step of a batch on the side stream, where modules are captured."""

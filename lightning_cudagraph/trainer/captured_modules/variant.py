@@ -21,11 +21,7 @@ from lightning_cudagraph.trainer.captured_modules.gradients import GradientForms
 from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
 from lightning_cudagraph.trainer.captured_modules.node import NO_SECOND
 from lightning_cudagraph.trainer.captured_modules.run import ModulesRun
-from lightning_cudagraph.trainer.common.host_rules import (
-    OWN_ATTRIBUTES,
-    RUN_STATE,
-    outside_of_model,
-)
+from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES, RUN_STATE, outside_of_model
 
 
 class Variant:
