@@ -746,6 +746,25 @@ def test_a_stale_graph_is_noticed(tmp_path: Path, accelerator: str) -> None:
     assert run.counts.replayed >= 8
 
 
+class KeepsChanging(Changes):
+    """Features that depend on a number which is another one every six steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def logits(self, x: Tensor, batch_idx: int) -> Tensor:
+        self.scaled.factor = 1.0 + self.global_step // 6
+        return self.head(self.scaled(self.features(x)))
+
+
+def test_graphs_that_serve_few_replays_are_given_up(tmp_path: Path, accelerator: str) -> None:
+    run = runs(tmp_path, KeepsChanging, ["features", "scaled"], accelerator, max_epochs=4)
+    assert len(run.counts.recaptures) == 3
+    said = note(run, "scaled")
+    assert said.startswith("3 captures; calls: ")
+    assert "eager: given up after 3 captures that served few replays; `factor` of the `Scaled`" in said
+
+
 class CountsLater(Scaled):
     """Counts once a hook has said so, under a name that is put together."""
 

@@ -91,6 +91,11 @@ class _Tried(Generic[T]):
         return self.failure is not None or bool(self.raised)
 
 
+def raised_in_capture(error: Exception) -> str:
+    """An error that user code has raised in a capture, in words."""
+    return f"{type(error).__name__} in the capture: {in_words(str(error))}"
+
+
 def _only_in_the_capture(error: Exception, raised: str) -> UnsupportedError:
     """Return the error for a step that raises in a capture and not in an eager run."""
     remedy = "Find the code that fails in a capture; the message may name it."
@@ -264,7 +269,7 @@ class Captures(Generic[T]):
         except CUDAGraphError:
             raise
         except Exception as error:
-            raised = f"{type(error).__name__} in the capture: {in_words(str(error))}"
+            raised = raised_in_capture(error)
             only_here = _only_in_the_capture(error, raised)
             clear_frames(error)
         is_of_type = raised.startswith(TypeError.__name__)

@@ -13,6 +13,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.graph import BreakGraph
+from lightning_cudagraph.checks.guards.changes import Change
+from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
+from lightning_cudagraph.errors import Wording
 from lightning_cudagraph.tensors.batch import flatten_batch
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.local import local
@@ -62,11 +65,27 @@ class StepCounts:
     recaptures: list[str] = field(default_factory=list)
     not_captured: str = ""
 
+    def note(self, phase: Phase, reason: str = "") -> None:
+        """Count a step, or a call; `reason` is that of an eager one."""
+        if phase is Phase.EAGER:
+            self.note_eager(reason)
+        elif phase is Phase.WARMING:
+            self.warmed_up += 1
+        else:
+            self.replayed += 1
+
     def note_eager(self, reason: str) -> None:
         """Count an eager step. Beyond a dozen reasons, new ones are counted together."""
         if reason not in self.eager and len(self.eager) >= _MAX_REASONS:
             reason = "other reasons"
         self.eager[reason] += 1
+
+    def note_recapture(self, reason: str, wording: Wording, is_after_pause: bool = False) -> None:
+        """Note a change that has made graphs invalid, with a remedy in the words of the front end."""
+        change = reason if isinstance(reason, Change) else Change(reason)
+        change.is_after_pause = is_after_pause
+        change.remedy = wording.of(change.remedy or remedy_of(kind_of(change)))
+        self.recaptures.append(change)
 
 
 class AccumulationPhase(NamedTuple):

@@ -25,6 +25,7 @@ from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.guards.structure import Identity
+from lightning_cudagraph.checks.guards.switches import refuse_inference_mode
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.checks.walk.scope import Root
@@ -273,11 +274,7 @@ class StepRun:
                 " go on with the weights that are in it.",
                 "Enter `torch.autocast` inside the step, or pass it `cache_enabled=False`.",
             )
-        if torch.is_inference_mode_enabled():
-            raise UnsupportedError(
-                "The step is called inside `torch.inference_mode()`: its tensors lack version counters.",
-                "Use `torch.no_grad()`.",
-            )
+        refuse_inference_mode("The step")
         dtype = torch.get_autocast_dtype(device_type) if autocast else None
         return {
             "torch.is_grad_enabled()": torch.is_grad_enabled(),

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Generic
 
 from lightning_cudagraph.capture.context import EngineContext
+from lightning_cudagraph.capture.decisions.short_lives import ShortLives
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.signatures.admission import Admission
 from lightning_cudagraph.capture.steps import T
 from lightning_cudagraph.checks.guards.changes import Change
-from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
 
@@ -36,7 +36,7 @@ class Invalidation(Generic[T]):
         self._warm_ups, self._copies = engine.warm_ups, engine.copies
         self._backend = engine.run.backend
         self.admission = Admission(engine)
-        self._short_captures = 0  # in a row
+        self._short_captures = ShortLives(_MAX_SHORT_CAPTURES, _FEW_REPLAYS)
         self._after_pause = False
         self._is_after_pause = False  # the step at hand
         self.given_up: str | None = None
@@ -138,15 +138,13 @@ class Invalidation(Generic[T]):
         self.forget()
         if not had_graphs:
             return
-        self._short_captures = self._short_captures + 1 if replays < _FEW_REPLAYS else 0
-        change = reason if isinstance(reason, Change) else Change(reason)
-        change.is_after_pause = self._is_after_pause
-        change.remedy = self._run.wording.of(change.remedy or remedy_of(kind_of(change)))
-        self._run.counts.recaptures.append(change)
-        if self._short_captures >= _MAX_SHORT_CAPTURES:
+        short = self._short_captures
+        short.ended(replays)
+        self._run.counts.note_recapture(reason, self._run.wording, self._is_after_pause)
+        if short.are_too_many:
             self.give_up(
-                f"given up after {self._short_captures} captures in a row that served fewer than"
-                f" {_FEW_REPLAYS} replays each; last, {reason}"
+                f"given up after {short.in_a_row} captures in a row that served fewer than"
+                f" {short.few_replays} replays each; last, {reason}"
             )
             return
         self._run.announce(f"The captured step is invalid and is captured again: {reason}.")

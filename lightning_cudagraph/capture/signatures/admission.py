@@ -21,10 +21,6 @@ from lightning_cudagraph.tensors.batch_signature import Signature
 
 # Batches of a signature before its warm-up begins.
 _BATCHES_TO_EARN = 8
-# After so many released graphs in a row with fewer than so many replays each, none is released for
-# another signature any more.
-_MAX_SHORT_LIVES = 4
-_FEW_REPLAYS = 32
 
 
 @dataclass
@@ -77,7 +73,7 @@ class Admission(Generic[T]):
         if is_full:
             oldest = self._run.graphs.least_recent()
             is_wanted = oldest is not None and has_come and came[0] > oldest.last_use
-            return is_wanted and self._run.graphs.short_lives < _MAX_SHORT_LIVES
+            return is_wanted and not self._run.graphs.short_lives.are_too_many
         if not self._run.earns_graphs:
             return True
         if not self._graphs:
@@ -126,11 +122,12 @@ class Admission(Generic[T]):
         graphs.discard(oldest)
         self._forget(oldest.signature, replays)
         run.counts.evictions += 1
-        graphs.short_lives = graphs.short_lives + 1 if replays < _FEW_REPLAYS else 0
-        if graphs.short_lives == _MAX_SHORT_LIVES:
+        short = graphs.short_lives
+        short.ended(replays)
+        if short.in_a_row == short.limit:
             run.announce(
-                f"The graphs of {_MAX_SHORT_LIVES} {run.wording.signatures} in a row served fewer than"
-                f" {_FEW_REPLAYS} replays each: no graph is released for another one any more."
+                f"The graphs of {short.limit} {run.wording.signatures} in a row served fewer than"
+                f" {short.few_replays} replays each: no graph is released for another one any more."
             )
 
     def captured(self, signature: Signature) -> None:

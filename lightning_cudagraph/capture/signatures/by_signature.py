@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.capture.decisions.short_lives import ShortLives
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Step, T
 from lightning_cudagraph.device.lines.user_lines import user_location
@@ -18,6 +19,10 @@ from lightning_cudagraph.tensors.signatures import Signatures
 from lightning_cudagraph.tensors.static import StaticBatch
 
 _NOTHING: Mapping[str, Hashable] = {}
+# After so many released graphs in a row with fewer than so many replays each, none is released for
+# another signature any more.
+_MAX_SHORT_LIVES = 4
+_FEW_REPLAYS = 32
 
 NotYet = Literal["not yet"]
 NOT_YET: NotYet = "not yet"
@@ -51,13 +56,13 @@ class GraphsOfRun:
 
     Attributes:
         batches: number of batches so far, as a clock for uses.
-        short_lives: number of signatures in a row whose graphs made room for others after few replays.
+        short_lives: those of graphs that made room for others.
     """
 
     def __init__(self) -> None:
         self._holders: dict[GraphsOfSignature[Any], GraphsBySignature[Any]] = {}
         self.batches = 0
-        self.short_lives = 0
+        self.short_lives = ShortLives(_MAX_SHORT_LIVES, _FEW_REPLAYS)
 
     def add(self, graphs: GraphsOfSignature[Any], holder: GraphsBySignature[Any]) -> None:
         self._holders[graphs] = holder

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_cudagraph.checks.walk.parts import same
+from lightning_cudagraph.errors import UnsupportedError
 
 _VALUES = (
     # The `fp32_precision` of each backend, and never `allow_tf32` or
@@ -57,6 +58,15 @@ def global_switches() -> dict[str, Any]:
         for name in _GETTERS_OF_DEVICE:
             switches[f"{name}({device_type!r})"] = _named(name)(device_type)
     return switches
+
+
+def refuse_inference_mode(what: str) -> None:
+    """Refuse a call of `what`, with which a sentence begins, in inference mode."""
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            f"{what} is called inside `torch.inference_mode()`: its tensors lack version counters.",
+            "Use `torch.no_grad()`.",
+        )
 
 
 def entered_modes() -> list[Any]:

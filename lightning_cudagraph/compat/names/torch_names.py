@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import (
         TorchDispatchMode,
         _disable_current_modes,
-        _get_current_dispatch_mode,
         is_traceable_wrapper_subclass,
     )
     from torch.utils._pytree import (
@@ -128,9 +127,6 @@ _AUTOGRAD = (
     ),
     PrivateName(
         "torch._C._dynamo.guards.GlobalStateGuard", (CAPTURES,), lambda guard: guard().check() is True
-    ),
-    PrivateName(
-        f"{_DISPATCH}._get_current_dispatch_mode", (CAPTURED_MODULES,), lambda mode: mode() is None
     ),
     PrivateName(
         "torch.autograd.forward_ad._current_level", (CAPTURED_MODULES,), lambda level: level == -1

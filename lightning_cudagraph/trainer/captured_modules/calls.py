@@ -7,12 +7,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn, overrides
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
-from lightning_cudagraph.checks.guards.switches import global_switches
-from lightning_cudagraph.compat.names.torch_names import _get_current_dispatch_mode
+from lightning_cudagraph.checks.guards.switches import (
+    entered_modes,
+    global_switches,
+    hooks_on_saved_tensors,
+    refuse_inference_mode,
+)
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
 from lightning_cudagraph.tensors.batch_signature import Signature
@@ -99,25 +103,20 @@ def _mode(device_type: str) -> dict[str, Hashable]:
             "The module is called inside `parametrize.cached()`, and shares weights with other calls.",
             LEAVE_OUT,
         )
-    if torch.is_inference_mode_enabled():
-        raise UnsupportedError(
-            "The module is called inside `torch.inference_mode()`: its tensors lack version counters.",
-            "Use `torch.no_grad()`.",
-        )
+    refuse_inference_mode("The module")
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         raise UnsupportedError(
             "The module is called inside a transform of `torch.func`, or in forward-mode autograd, which"
             " sees no op of a replay.",
             LEAVE_OUT,
         )
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if hooks_on_saved_tensors() is not None:
         raise UnsupportedError(
             "The module is called inside activation checkpointing, `save_on_cpu` or other hooks of saved"
             " tensors, and a graph keeps these in memory of its own.",
             LEAVE_OUT,
         )
-    modes = overrides._get_current_function_mode_stack()
-    if not all(map(_is_default_device, modes)) or _get_current_dispatch_mode() is not None:
+    if not all(map(_is_default_device, entered_modes())):
         raise UnsupportedError(
             "The module is called inside a mode of torch's functions or its dispatcher, which sees no op"
             " of a replay.",

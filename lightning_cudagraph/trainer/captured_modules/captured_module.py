@@ -7,32 +7,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cudagraph.capture.captures import raised_in_capture
+from lightning_cudagraph.capture.decisions.short_lives import ShortLives
 from lightning_cudagraph.capture.steps import Phase, StepCounts
-from lightning_cudagraph.checks.guards.changes import Change
-from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
+from lightning_cudagraph.checks.guards.remedies import kind_of
 from lightning_cudagraph.compat.method_patches import Original
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.lines.user_lines import location_of
 from lightning_cudagraph.device.sentry.sentry import is_capturing
-from lightning_cudagraph.errors import (
-    CUDAGraphError,
-    StaleGraphError,
-    UnsupportedError,
-    VerificationError,
-    Wording,
-)
+from lightning_cudagraph.errors import CUDAGraphError, StaleGraphError, UnsupportedError, Wording
 from lightning_cudagraph.tensors.batch_signature import Signature
-from lightning_cudagraph.tensors.host_values import in_words
 from lightning_cudagraph.tensors.signatures import make_room
 from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call
-from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun, Variant
+from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
+from lightning_cudagraph.trainer.captured_modules.run import ModulesRun
+from lightning_cudagraph.trainer.captured_modules.variant import Variant
 
-WORDING = Wording(
-    words={
-        "the training step": "the module",
-        "`batch[": "`call[",
-    }
-)
+WORDING = Wording(words={"the training step": "the module", "`batch[": "`call["})
 _OUTSIDE = (
     "Do it outside of the module, where all is eager: in the step, with what `forward` returns, or in a"
     " forward hook of the module. See docs/modules.md."
@@ -46,15 +37,17 @@ class CapturedModule:
 
     Attributes:
         name: its name in the LightningModule.
+        module: the module itself.
     """
 
     def __init__(self, run: ModulesRun, name: str, module: nn.Module) -> None:
-        self._run, self.name, self._module = run, name, module
+        self._run, self.name, self.module = run, name, module
         self._forward = Original(module, "forward")
         self._parameters, self._modules = [*module.parameters()], [*module.modules()]
         self._variants: dict[Signature, Variant] = {}
         self._last: Variant | None = None
-        self._short = 0
+        self._retired: list[ModuleGraph] = []  # which may still be in use
+        self._short = ShortLives(_MAX_SHORT, _FEW_REPLAYS)
         self._given_up: str | None = None
         self._counts = StepCounts()  # of its calls
 
@@ -63,8 +56,21 @@ class CapturedModule:
         # Dynamo knows the answer, and compiles the plain call.
         if torch.compiler.is_compiling() or not self._run.on.value or is_capturing():
             return self._forward(*args, **kwargs)
+        returned, reason = self._tried(args, kwargs)
+        if reason is None:
+            return returned
+        self._note(Phase.EAGER, reason)
+        return self._forward(*args, **kwargs)
+
+    def _tried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str | None]:
+        """Make a call: as a step of a warm-up, or as a replay.
+
+        Returns:
+            What the module returns, and None. Or None, and why the call must be eager: nothing of it
+            has happened.
+        """
         if self._given_up is not None:
-            return self._eagerly(self._given_up, args, kwargs)
+            return None, self._given_up
         try:
             if not self._run.backend.is_on_side_stream():
                 raise UnsupportedError("The module is called on a stream of the user's.", LEAVE_OUT)
@@ -72,16 +78,15 @@ class CapturedModule:
             call = Call(args, kwargs, self._parameters, self._modules, device)
             variant = self._variant(call)
         except UnsupportedError as error:
-            return self._eagerly(self._unsupported(error), args, kwargs)
-        if variant.graphs and (change := variant.changed()):
+            return None, self._unsupported(error)
+        if variant.graphs and (change := self._run.changed(variant.guards)):
             self._drop(variant, change)
         variant.begin()
         if variant.refused is not None:
-            return self._refused(variant, variant.refused, args, kwargs)
+            return None, self._refuse(variant, variant.refused)
         if not variant.is_warm:
-            self._counts.warmed_up += 1
-            self._run.calls.append((Phase.WARMING, ""))
-            return variant.warm_up(args, kwargs)
+            self._note(Phase.WARMING)
+            return variant.warm_up(args, kwargs), None
         return self._captured(variant, call, args, kwargs)
 
     def _variant(self, call: Call) -> Variant:
@@ -90,75 +95,60 @@ class CapturedModule:
             return last
         signature = call.signature
         if signature not in self._variants:
-            for forgotten in make_room(self._variants, lambda variant: not variant.graphs):
-                forgotten.drop()
-            self._variants[signature] = Variant(self._run, self._module, self._forward, call)
+            make_room(self._variants, lambda variant: not variant.graphs)
+            self._variants[signature] = Variant(self._run, self.module, self._forward, call)
         self._last = self._variants[signature]
         return self._last
 
     def _captured(
         self, variant: Variant, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Replay a call, with a graph that is not in use, or with a new one."""
+    ) -> tuple[Any, str | None]:
+        """Replay a call, with a graph that is not in use, or with a new one; see `_tried`."""
         graph = next((each for each in variant.graphs if not each.is_in_use), None)
         if graph is None:
-            if sum(len(each.graphs) for each in self._variants.values()) >= self._max_graphs:
-                why = f"its {self._max_graphs} graphs were all in use, or of other signatures"
-                return self._eagerly(why, args, kwargs)
-            if variant.graphs and (change := variant.changed(before_capture=True)):
+            max_graphs = self._run.settings.max_graphs
+            if sum(len(each.graphs) for each in self._variants.values()) >= max_graphs:
+                return None, f"its {max_graphs} graphs were all in use, or of other signatures"
+            if variant.graphs and (change := self._run.changed(variant.guards, True)):
                 self._drop(variant, change)
-                return self._eagerly(kind_of(change), args, kwargs)
+                return None, kind_of(change)
             try:
                 graph = variant.capture(call)
             except UnsupportedError as error:
-                return self._refused(variant, error, args, kwargs)
+                return None, self._refuse(variant, error)
             except CUDAGraphError:
                 raise
             except Exception as error:
-                raised = f"{type(error).__name__} in the capture: {in_words(str(error))}"
-                where = location_of(error)
+                what = f"The module raised {raised_in_capture(error)}; eagerly it did not."
+                only_here = UnsupportedError(what, LEAVE_OUT, location=location_of(error))
                 clear_frames(error)
             if graph is None:
                 # If user code raised it, this raises it again, with the usual effects.
                 returned = self._forward(*args, **kwargs)
-                what = f"The module raised {raised}; eagerly it did not."
-                self._refused(variant, UnsupportedError(what, LEAVE_OUT, location=where))
-                return returned
+                self._note(Phase.EAGER, self._refuse(variant, only_here))
+                return returned, None
             self._counts.captures += 1
         try:
             returned = variant.replay(graph, call)
-        except UnsupportedError as error:  # nothing of the call has happened
-            is_stale = isinstance(error, StaleGraphError) or bool(variant.guards.suspicions.of(graph))
-            if not (is_stale and isinstance(error, VerificationError)):
-                return self._refused(variant, error, args, kwargs)
+        except StaleGraphError as error:
             self._drop(variant, error.reason)
-            return self._eagerly(kind_of(error.reason), args, kwargs)
-        self._counts.replayed += 1
-        self._run.calls.append((Phase.CAPTURED, ""))
-        return returned
+            return None, kind_of(error.reason)
+        except UnsupportedError as error:
+            return None, self._refuse(variant, error)
+        self._note(Phase.CAPTURED)
+        return returned, None
 
-    def _refused(self, variant: Variant, error: UnsupportedError, *arguments: Any) -> Any:
-        """Leave the calls of a signature eager because of `error`, and make the one that is given."""
+    def _refuse(self, variant: Variant, error: UnsupportedError) -> str:
+        """Leave the calls of a signature eager because of `error`; return the reason."""
         variant.refused = error
         clear_frames(error)
-        variant.drop()
-        reason = self._unsupported(error)
-        if arguments:
-            return self._eagerly(reason, *arguments)
-        self._note_eager(reason)
-        return None
+        self._retired += variant.drop()
+        return self._unsupported(error)
 
-    @property
-    def _max_graphs(self) -> int:
-        return self._run.settings.max_graphs
-
-    def _eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._note_eager(reason)
-        return self._forward(*args, **kwargs)
-
-    def _note_eager(self, reason: str) -> None:
-        self._counts.note_eager(reason)
-        self._run.calls.append((Phase.EAGER, f"a call of `{self.name}`: {reason}"))
+    def _note(self, phase: Phase, reason: str = "") -> None:
+        """Count a call, among those of the module and of the step."""
+        self._counts.note(phase, reason)
+        self._run.calls.append((phase, f"a call of `{self.name}`: {reason}" if reason else ""))
 
     def _unsupported(self, error: UnsupportedError) -> str:
         """Raise if the module has had no graph, and the user wants that; return the reason otherwise."""
@@ -172,18 +162,22 @@ class CapturedModule:
 
     def _drop(self, variant: Variant, reason: str) -> None:
         """Let go of graphs that a change has made invalid."""
-        few = sum(graph.replays for graph in variant.graphs) < _FEW_REPLAYS
-        variant.drop()
-        self._parameters, self._modules = [*self._module.parameters()], [*self._module.modules()]
-        change = reason if isinstance(reason, Change) else Change(reason)
-        change.remedy = change.remedy or remedy_of(kind_of(change))
-        self._run.counts.recaptures.append(change)
-        self._short = self._short + 1 if few else 0
+        short = self._short
+        short.ended(sum(graph.replays for graph in variant.graphs))
+        self._retired += variant.drop()
+        self._parameters, self._modules = [*self.module.parameters()], [*self.module.modules()]
+        self._run.counts.note_recapture(reason, WORDING)
         again = "and is captured again"
-        if self._short >= _MAX_SHORT:
-            self._given_up = f"given up after {self._short} captures that served few replays; {reason}"
+        if short.are_too_many:
+            self._given_up = f"given up after {short.limit} captures that served few replays; {reason}"
             again = "and is eager from now on"
         self._run.announce(f"The graph of `{self.name}` is invalid {again}: {reason}.")
+
+    def begin_step(self) -> None:
+        """Release graphs that are invalid and not in use any more."""
+        for graph in [each for each in self._retired if not each.is_in_use]:
+            self._retired.remove(graph)
+            graph.release()
 
     def suspect(self) -> None:
         """Compare everything before the next replay."""
@@ -192,10 +186,13 @@ class CapturedModule:
                 variant.guards.suspect()
 
     def close(self) -> None:
-        """Let go of all graphs."""
+        """Release all graphs, in use or not."""
         for variant in self._variants.values():
-            variant.drop()
+            self._retired += variant.drop()
         self._variants, self._last = {}, None
+        for graph in self._retired:
+            graph.release()
+        self._retired.clear()
 
     @property
     def note(self) -> str:

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.capture.verification.late_effects import stale_if_refused
-from lightning_cudagraph.checks.audit.effects import Effects
+from lightning_cudagraph.checks.audit.step_audit import step_audit
+from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.verify.tape import OpTape, TapeDifference
-from lightning_cudagraph.checks.verify.verifier import Verifier
-from lightning_cudagraph.device.backend import Backend, Graph
+from lightning_cudagraph.compat.attributes import setting
+from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
-from lightning_cudagraph.tensors.batch import compared_outputs
+from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
+from lightning_cudagraph.tensors.batch import compared_outputs, retains_gradient
 from lightning_cudagraph.tensors.static import StaticBatch
 from lightning_cudagraph.tensors.writes import storage_id, whole
 from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call, tensors_of, with_tensors
@@ -41,11 +44,13 @@ from lightning_cudagraph.trainer.captured_modules.refusals import (
     refuse_shared_outputs,
     refuse_sparse,
 )
+from lightning_cudagraph.trainer.captured_modules.run import ModulesRun
 
 T = TypeVar("T")
 
 # Backward graphs of a call, each for gradients in another form, after which later calls are eager.
 _MAX_BACKWARDS = 8
+_ALONE = "a module that is captured by itself"
 
 
 @dataclass
@@ -66,11 +71,7 @@ class ModuleGraph:
     """The graphs of one call of a module.
 
     Args:
-        record: captures a part of the call, into the pool of another graph, and refuses what a replay
-            would not repeat; returns the graph, what the part returns, and True if it calls user code.
-        changed: returns the first change of what captures have baked in, in words, or None; compares
-            everything if its argument is True.
-        take: takes what captures have baked in, to find changes.
+        guards: those on what its captures bake in.
 
     Attributes:
         written: the tensors older than the captures that the module writes.
@@ -82,21 +83,17 @@ class ModuleGraph:
 
     def __init__(
         self,
-        backend: Backend,
+        run: ModulesRun,
+        guards: Guards,
         module: nn.Module,
         forward: Callable[..., Any],
         call: Call,
-        record: Callable[..., tuple[Graph, Any, bool]],
-        changed: Callable[[bool], str | None],
-        take: Callable[[ModuleGraph], None],
     ) -> None:
-        self._backend = backend
-        self._module = module
-        self._forward = forward
+        self._run, self._backend, self._guards = run, run.backend, guards
+        self._module, self._forward = module, forward
         self._mode, self._needs_grad = call.mode, call.needs_grad  # not its tensors
-        self._forward_mode = Mode.now(backend.device.type)
+        self._forward_mode = Mode.now(run.backend.device.type)
         self._static = StaticBatch(call.batch)
-        self._record, self._changed, self._take = record, changed, take
         self._aliased = self._static.aliased()
         self._leaves = tensors_of(self._aliased.batch)
         self._graphs: list[Graph] = []
@@ -117,7 +114,7 @@ class ModuleGraph:
             self._aliased.refuse_changes(self.written)
             if forms is not None and self._pass.uses:
                 self._capture_backward(forms)
-            self._take(self)
+            self._guards.take(self)
         except BaseException:
             self.release()
             raise
@@ -142,13 +139,42 @@ class ModuleGraph:
         return made
 
     def _recorded(self, body: Callable[[], T]) -> tuple[T, bool]:
-        """Capture a part of the call, which must leave its arguments and all gradients as they are."""
+        """Capture a part of the call, which must leave its arguments and all gradients as they are.
+
+        Returns:
+            What `body` returns, and True if it has called user code.
+        """
+        run, guards = self._run, self._guards
+        before = len(guards.mentioned)
         with self._aliased.watched(), own_gradients_refused(self._module, self._leaves):
-            first = self._graphs[0] if self._graphs else None
-            graph, found, calls_user_code = self._record(body, first)
+            started_s = perf_counter()
+            with ExitStack() as stack:
+                stack.enter_context(setting(run.on, value=False))
+                stack.enter_context(guards.effects.refused(guards.all_mentioned))
+                stack.enter_context(run.backend.in_pool(self._graphs[0] if self._graphs else None))
+                stack.enter_context(setting(run.backend, streams=1))
+                graph, found = run.backend.capture(lambda: self._audited(body))
+            run.counts.capture_ms += (perf_counter() - started_s) * 1e3
+            run.counts.memory_bytes = run.backend.graph_bytes()
         self._graphs.append(graph)
-        self.written += self._backend.written(graph)
-        return found, calls_user_code
+        self.written += run.backend.written(graph)
+        return found, any(names.users_code for names in guards.mentioned[before:])
+
+    def _audited(self, body: Callable[[], T]) -> T:
+        """Run a part of the call in a capture, and refuse what a replay would not repeat."""
+        run = self._run
+        with ExitStack() as stack:
+            if is_in_group():
+                stack.enter_context(CollectiveRules(_ALONE, LEAVE_OUT))
+            audit = step_audit(self._module, run.trainer, run.backend.device, run.rules)
+            mentioned = stack.enter_context(audit).mentioned
+            self._guards.mentioned.append(mentioned)
+            found = body()
+            if "retain_grad" in mentioned.users:
+                error = retains_gradient("The module calls `retain_grad()`.")
+                error.is_effect = True
+                raise error
+        return found
 
     def _passed(self, batch: Any) -> Pass:
         """Run the module on the static batch."""
@@ -234,7 +260,7 @@ class ModuleGraph:
         if found is not None and not found.calls_user_code:
             return found
         with self._forward_mode.entered():
-            has_changed = self.has_changed or self._changed(found is None)
+            has_changed = self.has_changed or self._run.changed(self._guards, found is None)
         if found is not None and not has_changed:
             return found
         if not forms.is_plain:
@@ -247,15 +273,15 @@ class ModuleGraph:
             return None
         if not has_changed:  # else the next call finds it
             with self._forward_mode.entered():
-                self._take(self)
+                self._guards.take(self)
         return found
 
-    def check(self, call: Call, verifier: Verifier, suspicion: str, effects: Effects) -> None:
+    def check(self, call: Call, suspicion: str) -> None:
         """Compare a replay with an eager pass from the same state, forward and backward.
 
         Args:
-            suspicion: a change, in words, that the pass may depend on.
-            effects: refuses and undoes what the eager pass does on the host, if there is a suspicion.
+            suspicion: a change, in words, that the pass may depend on: what it does on the host is
+                refused and undone.
 
         Raises:
             VerificationError: if they differ. The state is that before the call.
@@ -266,7 +292,7 @@ class ModuleGraph:
         live = self._state()
 
         def passed() -> dict[str, Tensor]:
-            refused = effects.begun_later() if suspicion else nullcontext()
+            refused = self._guards.effects.begun_later() if suspicion else nullcontext()
             with self._backend.on_side_stream(), stale_if_refused(), refused:
                 found = self._passed(self._static.aliased_with_values().batch)
                 gradients = []
@@ -286,7 +312,8 @@ class ModuleGraph:
                 each.graph.replay()
             return None, _values(self._pass, [each.gradients for each in self._backwards.values()])
 
-        verifier.check(self, live, passed, replay, False, traced, suspicion)
+        with setting(self._run.on, value=False):
+            self._run.verifier.check(self, live, passed, replay, False, traced, suspicion)
         self.is_unproved = False
 
     def _state(self) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.captured_modules.captured_module import CapturedModule
-from lightning_cudagraph.trainer.captured_modules.variant import ModulesRun
+from lightning_cudagraph.trainer.captured_modules.run import ModulesRun
 from lightning_cudagraph.trainer.common.captured_run import announce
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.config.settings import Settings
@@ -61,7 +61,6 @@ class ModulesTraining:
         self._patches = ExitStack()
         self._run = ModulesRun(trainer, backend, settings, announce)
         self._captured = [CapturedModule(self._run, name, each) for name, each in modules.items()]
-        self._modules = [*modules.values()]
 
     def replace(self, counts: StepCounts, error: UnsupportedError, optimizer: str = "") -> None:
         """Take over from whole steps, which were refused; first with the `optimizer`, if not empty."""
@@ -96,12 +95,14 @@ class ModulesTraining:
             patch_method(
                 owner, "run", partial(self._optimization, Original(owner, "run")), self._patches
             )
-        for captured, module in zip(self._captured, self._modules, strict=True):
-            patch_method(module, "forward", captured, self._patches)
+        for captured in self._captured:
+            patch_method(captured.module, "forward", captured, self._patches)
 
     def _optimization(self, run: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the step of a batch on the side stream, where modules are captured."""
         self._run.begin_step()
+        for captured in self._captured:
+            captured.begin_step()
         numbers = {"self.global_step": self._trainer.global_step}
         self._run.backend.checks.step = self._run.counts.replayed, numbers
         with setting(self._run.on, value=True), self._run.backend.on_side_stream():
@@ -134,7 +135,6 @@ class ModulesTraining:
     def close(self) -> None:
         """Undo all patches, and release the graphs and their memory."""
         with ExitStack() as stack:
-            stack.callback(self._run.release)
             for captured in self._captured:
                 stack.callback(captured.close)
             stack.callback(self._patches.close)

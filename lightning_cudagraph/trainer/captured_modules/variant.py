@@ -2,135 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cached_property, partial
-from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.capture.steps import Phase, StepCounts
-from lightning_cudagraph.checks.audit.step_audit import step_audit
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
-from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
-from lightning_cudagraph.checks.verify.verifier import Verifier
-from lightning_cudagraph.compat.attributes import OfThread, setting
-from lightning_cudagraph.device.backend import Backend, Graph
+from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.graphed_step.processes import CollectiveRules, is_in_group
-from lightning_cudagraph.tensors.batch import retains_gradient
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.static import refuse_shared_memory
 from lightning_cudagraph.trainer.captured_modules.calls import LEAVE_OUT, Call, tensors_of
 from lightning_cudagraph.trainer.captured_modules.gradients import GradientForms
 from lightning_cudagraph.trainer.captured_modules.graph import ModuleGraph
 from lightning_cudagraph.trainer.captured_modules.node import NO_SECOND
-from lightning_cudagraph.trainer.common.host_rules import (
-    OWN_ATTRIBUTES,
-    RUN_STATE,
-    host_rules,
-    outside_of_model,
-)
-from lightning_cudagraph.trainer.config.settings import Settings
-
-T = TypeVar("T")
-
-# Of a LightningModule inside: a replay logs nothing.
-_LOGGING = {
-    function.__code__: (f"self.{function.__name__}", "Return the value, and log it in `training_step`.")
-    for function in (pl.LightningModule.log, pl.LightningModule.log_dict)
-}
-_ALONE = "a module that is captured by itself"
-
-
-def _none(module: nn.Module) -> bool:
-    """False: a metric in a captured module would be called in no replay."""
-    return False
-
-
-@dataclass
-class ModulesRun:
-    """The state that all captured modules of a `fit` share.
-
-    Attributes:
-        on: a training step is under way, and no call of one of the modules that is watched.
-        step: the number of the step.
-        calls: the phase of each call in that step, and the reason of an eager one.
-        retired: graphs that are invalid, and may still be in use.
-    """
-
-    trainer: pl.Trainer
-    backend: Backend
-    settings: Settings
-    announce: Callable[[str], None]
-    counts: StepCounts = field(default_factory=StepCounts)
-    on: OfThread[bool] = field(default_factory=lambda: OfThread(False))
-    step: int = 0
-    calls: list[tuple[Phase, str]] = field(default_factory=list)
-    retired: list[ModuleGraph] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.verifier = Verifier(self.backend, self.settings.verify)
-        rules = host_rules(self.trainer, self.settings.harmless, _none)
-        self._rules = replace(rules, refused={**rules.refused, **_LOGGING})
-        self._carried = ReboundAttributes(nn.Module(), self.backend.device, frozenset(), _none)
-
-    def begin_step(self) -> None:
-        """Count a step, and release graphs that are invalid and not in use any more."""
-        self.step += 1
-        self.calls.clear()
-        for graph in [each for each in self.retired if not each.is_in_use]:
-            self.retired.remove(graph)
-            graph.release()
-
-    def release(self) -> None:
-        """Release all graphs that were let go, in use or not."""
-        for graph in self.retired:
-            graph.release()
-        self.retired.clear()
-
-    def end_step(self) -> None:
-        """Count a step by the calls in it: one that is not a replay counts for all."""
-        phases = [phase for phase, _ in self.calls]
-        if Phase.EAGER in phases:
-            self.counts.note_eager(self.calls[phases.index(Phase.EAGER)][1])
-        elif Phase.WARMING in phases:
-            self.counts.warmed_up += 1
-        elif phases:
-            self.counts.replayed += 1
-        else:
-            self.counts.note_eager("no captured module was called")
-
-    def guards(self, module: nn.Module) -> Guards:
-        """New guards on what graphs of a module bake in."""
-        trainer = self.trainer
-        return Guards(
-            module,
-            GuardedValues(dict, dict),
-            Unguarded(OWN_ATTRIBUTES | self.settings.harmless, stops=RUN_STATE),
-            OutsideModel({"trainer": trainer}, roots=lambda: outside_of_model(trainer)),
-        )
-
-    @contextmanager
-    def audited(self, module: nn.Module, guards: Guards) -> Iterator[None]:
-        """Context of a module in a capture, which refuses what a replay would not repeat."""
-        with ExitStack() as stack:
-            if is_in_group():
-                stack.enter_context(CollectiveRules(_ALONE, LEAVE_OUT))
-            audit = step_audit(module, self.trainer, self.backend.device, self._rules)
-            mentioned = stack.enter_context(audit).mentioned
-            guards.mentioned.append(mentioned)
-            stack.enter_context(self._carried.inside(lambda: ""))
-            yield
-            if "retain_grad" in mentioned.users:
-                error = retains_gradient("The module calls `retain_grad()`.")
-                error.is_effect = True
-                raise error
+from lightning_cudagraph.trainer.captured_modules.run import ModulesRun
+from lightning_cudagraph.trainer.common.host_rules import OWN_ATTRIBUTES, RUN_STATE, outside_of_model
 
 
 class Variant:
@@ -152,21 +43,14 @@ class Variant:
 
     @cached_property
     def guards(self) -> Guards:
-        """The guards on its graphs; made when the warm-up ends."""
-        return self._run.guards(self._module)
-
-    def changed(self, before_capture: bool = False) -> str | None:
-        """The first change since the captures, in words; None if there is none.
-
-        Args:
-            before_capture: compare everything, as the record is that of a new graph from then on.
-        """
-        if before_capture:
-            self.guards.suspect()
-        if change := self.guards.changed():
-            return change
-        moved = self._run.backend.host_value_moved()
-        return "a tensor in host memory, which a graph has as a number, changed" if moved else None
+        """The guards on what its graphs bake in; made when the warm-up ends."""
+        trainer = self._run.trainer
+        return Guards(
+            self._module,
+            GuardedValues(dict, dict),
+            Unguarded(OWN_ATTRIBUTES | self._run.settings.harmless, stops=RUN_STATE),
+            OutsideModel({"trainer": trainer}, roots=lambda: outside_of_model(trainer)),
+        )
 
     def begin(self) -> None:
         """Count a call."""
@@ -220,40 +104,11 @@ class Variant:
             raise UnsupportedError("The module calls compiled code.", LEAVE_OUT)
         others = [*self._gradient_forms.values()]  # of calls of the same step, if not of this one
         forms = self._gradient_forms.get(self._position, others[0] if others else None)
-        run, module, take = self._run, self._module, self.guards.take
-        graph = ModuleGraph(run.backend, module, self._forward, call, self.record, self.changed, take)
+        graph = ModuleGraph(self._run, self.guards, self._module, self._forward, call)
         graph.capture(forms if forms is not None and forms.is_plain else None)
         self.graphs.append(graph)
-        run.counts.captures += 1
+        self._run.counts.captures += 1
         return graph
-
-    def record(self, body: Callable[[], T], first: Graph | None) -> tuple[Graph, T, bool]:
-        """Capture a part of a call, and refuse what a replay would not repeat.
-
-        Args:
-            body: the part.
-            first: the graph of the first part, whose memory pool is that of all.
-
-        Returns:
-            The graph, what `body` returns, and True if it has called user code.
-        """
-        run, guards = self._run, self.guards
-        before = len(guards.mentioned)
-        started_s = perf_counter()
-
-        def audited() -> T:
-            with run.audited(self._module, guards):
-                return body()
-
-        with ExitStack() as stack:
-            stack.enter_context(setting(run.on, value=False))
-            stack.enter_context(guards.effects.refused(guards.all_mentioned))
-            stack.enter_context(run.backend.in_pool(first))
-            stack.enter_context(setting(run.backend, streams=1))
-            graph, found = run.backend.capture(audited)
-        run.counts.capture_ms += (perf_counter() - started_s) * 1e3
-        run.counts.memory_bytes = run.backend.graph_bytes()
-        return graph, found, any(names.users_code for names in guards.mentioned[before:])
 
     def replay(self, graph: ModuleGraph, call: Call) -> Any:
         """Replay a call, which is verified first if that is due.
@@ -265,18 +120,17 @@ class Variant:
         refuse_shared_memory(call.batch, graph.written)
         suspicion = guards.suspicions.of(graph)
         if suspicion or verifier.due(graph, graph.replays, graph.is_unproved):
-            with setting(self._run.on, value=False):
-                graph.check(call, verifier, suspicion, guards.effects)
+            graph.check(call, suspicion)
             guards.clear_suspicion(graph)
         return graph.replay(call)
 
-    def drop(self) -> None:
-        """Let go of all graphs, of which some may be in use; calls warm up again."""
+    def drop(self) -> list[ModuleGraph]:
+        """Let go of all graphs; calls warm up again. Return the graphs, of which some may be in use."""
         if self.graphs:
             self.guards.drop()
-        for graph in self.graphs:
+        dropped, self.graphs = self.graphs, []
+        for graph in dropped:
             graph.has_changed = True
-        self._run.retired += self.graphs
-        self.graphs = []
         self._gradient_forms.clear()
         self._steps = 0
+        return dropped
