@@ -193,13 +193,6 @@ class Empty(Callback):
     def on_train_batch_end(self, *args: Any) -> None: ...
 
 
-class Unscheduled(Scaled):
-    """Without schedulers, around which Lightning's own code sets the name of a hook."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
-
-
 def test_the_name_of_a_hook_is_not_taken_for_a_change(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +207,7 @@ def test_the_name_of_a_hook_is_not_taken_for_a_change(
     monkeypatch.setattr(Versions, "is_same", counted)
     batches = loader(ragged=False, batches=80)
     runs = Twice(
-        *(tmp_path, accelerator, monkeypatch, lambda: (Empty(),), Unscheduled),
+        *(tmp_path, accelerator, monkeypatch, lambda: (Empty(),)),
         max_epochs=1,
         train_loader=batches,
     )

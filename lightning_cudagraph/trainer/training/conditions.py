@@ -16,7 +16,10 @@ from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.hooks.user_hooks import OF_BATCHES, TRANSFERS
 
 # Methods that the epoch loop calls around `advance`; one set on the instance has to be called.
-AROUND = ("run", "done", "on_advance_end", "on_iteration_done", "update_lr_schedulers")
+AROUND = (
+    *("run", "done", "on_advance_end", "on_iteration_done"),
+    *("update_lr_schedulers", "_update_learning_rates", "_should_accumulate"),
+)
 
 # Methods of the automatic optimization; one set on the instance has to be called.
 OF_OPTIMIZATION = ("run", "_make_closure", "_optimizer_step")
@@ -25,10 +28,13 @@ OF_OPTIMIZATION = ("run", "_make_closure", "_optimizer_step")
 TRANSFER = "batch_to_device"
 PATCHED = (TRANSFER, "optimizer_step")
 
+# The hook that calls a scheduler of learning rates.
+SCHEDULER_STEP = "lr_scheduler_step"
+
 # Hooks and methods that are called between two steps, or instead of which the fast path does something.
 _OF_MODULE = (
     *(*OF_BATCHES, *TRANSFERS, "training_step", "on_before_zero_grad", "optimizer_zero_grad"),
-    *("optimizer_step", "on_after_backward", "lr_scheduler_step", "validation_step"),
+    *("optimizer_step", "on_after_backward", SCHEDULER_STEP, "validation_step"),
 )
 
 

@@ -31,7 +31,13 @@ from lightning_cudagraph.compat.names.lightning_names import (
 )
 from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.trainer.config.support import described_hook, is_overridden
-from lightning_cudagraph.trainer.training.conditions import AROUND, PATCHED, TRANSFER, Conditions
+from lightning_cudagraph.trainer.training.conditions import (
+    AROUND,
+    PATCHED,
+    SCHEDULER_STEP,
+    TRANSFER,
+    Conditions,
+)
 from lightning_cudagraph.trainer.training.hooks.averages import Averages
 from lightning_cudagraph.trainer.training.hooks.batch_hooks import END, START, BatchHooks
 from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen, is_known, undisturbed
@@ -235,9 +241,7 @@ class FastPath:
         current.processed += 1
         if trainer.lr_scheduler_configs:
             with host.of(SCHEDULERS):
-                loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-                if is_last:
-                    loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+                self._step_schedulers(batch_idx, is_last)
         if skips:
             raise StopIteration
         if self._ends or not self._looked:
@@ -254,6 +258,24 @@ class FastPath:
                 connector.update_train_step_metrics()
         elif _are_kept(connector):
             self._settle()
+
+    def _step_schedulers(self, batch_idx: int, is_last: bool) -> None:
+        """Do what `update_lr_schedulers` does for intervals of steps, and of epochs if one ends."""
+        loop, module = self._loop, self._module
+        if is_last:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            return
+        if loop._should_accumulate():
+            return
+        for config in self._trainer.lr_scheduler_configs:
+            is_due = config.interval == "step" and (batch_idx + 1) % config.frequency == 0
+            if is_due and not config.reduce_on_plateau:
+                loop.scheduler_progress.increment_ready()
+                self._hooks.current.begin(SCHEDULER_STEP)
+                module.lr_scheduler_step(config.scheduler, None)
+                self._hooks.current.end()
+                loop.scheduler_progress.increment_completed()
 
     def _moved(self, batch: Any) -> Any:
         if self._prepares:
