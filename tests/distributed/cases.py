@@ -336,19 +336,22 @@ class UsedByOne(Unused):
         return result
 
 
-def _same_where_unused_are_looked_for(here: Here, build: type[Net], view: bool) -> Trace:
+def _same_where_unused_are_looked_for(
+    here: Here, build: type[Net], view: bool, **arguments: Any
+) -> Trace:
     wrapper = {"find_unused_parameters": True, "gradient_as_bucket_view": view, **BUCKETS}
     made = {"build": build, "wrapper": wrapper, "max_epochs": 5}
     plain = here.train(f"{build.__name__}{view} plain", None, **made)
-    graph = here.train(f"{build.__name__}{view} graph", CUDAGraphCallback(), **made)
+    graph = here.train(f"{build.__name__}{view} graph", CUDAGraphCallback(**arguments), **made)
     assert_same(plain, graph, ignore=("_ms/",))
     return graph
 
 
 def same_numbers_where_one_uses_a_layer(here: Here) -> None:
     """`find_unused_parameters=True`; another layer comes into use later."""
-    graph = _same_where_unused_are_looked_for(here, UsedByOne, False)
-    assert graph.counts.replayed >= 10, graph.counts
+    for scope in ("step", "forward_backward"):
+        graph = _same_where_unused_are_looked_for(here, UsedByOne, False, scope=scope)
+        assert graph.counts.replayed >= 10, graph.counts
 
 
 def same_numbers_where_unused_are_looked_for(here: Here) -> None:
