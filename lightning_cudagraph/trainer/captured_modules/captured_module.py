@@ -131,6 +131,7 @@ class CapturedModule:
         try:
             returned = variant.replay(graph, call)
         except StaleGraphError as error:
+            WORDING.rephrase(error)
             self._drop(variant, error.reason)
             return None, kind_of(error.reason)
         except UnsupportedError as error:

@@ -154,9 +154,9 @@ class ModuleGraph:
                 stack.enter_context(run.backend.in_pool(self._graphs[0] if self._graphs else None))
                 stack.enter_context(setting(run.backend, streams=1))
                 graph, found = run.backend.capture(lambda: self._audited(body))
+            self._graphs.append(graph)  # to be released, if what follows raises
             run.counts.capture_ms += (perf_counter() - started_s) * 1e3
             run.counts.memory_bytes = run.backend.graph_bytes()
-        self._graphs.append(graph)
         self.written += run.backend.written(graph)
         return found, any(names.users_code for names in guards.mentioned[before:])
 
