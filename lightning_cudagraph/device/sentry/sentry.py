@@ -164,7 +164,7 @@ class Sentry(OwnDispatchMode):
         if any(map(is_around_another, types)):
             return NotImplemented  # comes again, as ops on the inner tensors
         kwargs = kwargs or {}
-        if self._device_type == "cpu" and is_on_tables(args, kwargs):
+        if self._device_type == "cpu" and is_on_tables(func, args, kwargs):
             return func(*args, **kwargs)  # on the host, where a graph of a GPU has none of it
         generator = kwargs.get("generator")
         if (

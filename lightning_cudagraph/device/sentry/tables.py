@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.compat.installed import PACKAGE_DIR
+from lightning_cudagraph.device.sentry.known import READS
 from lightning_cudagraph.tensors.writes import tensors_in
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -39,9 +40,9 @@ def is_table(tensor: Tensor) -> bool:
     return _has_its_length(tensor) and _is_called_by_autograd()
 
 
-def is_on_tables(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True for an op that the wrapper calls on tables alone."""
-    if not _lengths:
+def is_on_tables(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for an op that the wrapper calls on tables alone: a write, a view or the read of a number."""
+    if not (_lengths and (func._schema.is_mutable or func.is_view or func._schema.name in READS)):
         return False
     tensors = tensors_in(args, kwargs)
     return bool(tensors) and all(map(_has_its_length, tensors)) and _is_called_by_autograd()
