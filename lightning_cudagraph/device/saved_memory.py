@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
+from lightning_cudagraph.device.sentry.tables import is_on_tables
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import storage_id, tensors_in, written_by
 
@@ -103,6 +104,8 @@ class UnknownWrites(OwnDispatchMode):
         if any(map(is_around_another, types)):
             return NotImplemented  # comes again, as ops on the inner tensors
         kwargs = kwargs or {}
+        if is_on_tables(func, args, kwargs):
+            return func(*args, **kwargs)
         self._memory.before(_with_memory(written_by(func, args, kwargs)))
         if self._memory.has_any and not self.first:
             where = user_location()

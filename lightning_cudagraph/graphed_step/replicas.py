@@ -78,6 +78,10 @@ class StepReplicas(DDPState):
             for ddp in self.wrappers
         )
 
+    def eager_reason(self) -> str:
+        """Return the reason why the next call differs from others of its kind; empty if it does not."""
+        return self.is_marked(all(ddp.require_backward_grad_sync for ddp in self.wrappers))
+
     def close(self) -> None:
         """Let the reducers record their own times again."""
         self.record_times(True)

@@ -175,6 +175,7 @@ class StepRun:
             AccumulationPhase(True, kind.gradient_effects.finds_gradients()),
             specialization=kind.mode,
             numbers=arguments.numbers,
+            eager_reason=self._replicas.eager_reason(),
             leaves=None if found is None else found[1],
             optimizers=self._optimizers,
             recorder=self._recorder,

@@ -18,7 +18,12 @@ from lightning_cudagraph.compat.features import REPLICAS
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.sentry.tables import table_of_a_wrapper
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.processes.unused_parameters import UnusedParameters, UsedParameters
+from lightning_cudagraph.processes.unused_parameters import (
+    IS_ACCUMULATED,
+    UnusedParameters,
+    UsedParameters,
+    table_of,
+)
 
 # Communication hooks without state between steps.
 COMM_HOOKS = (
@@ -90,31 +95,42 @@ class DDPState:
             self.leave(before)
 
     @contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """Let all parameters take part in the enclosed capture, where a wrapper looks for the others."""
+    def tables_known(self) -> Iterator[None]:
+        """Tell the wrappers' tables of used parameters from tensors of the step."""
         with ExitStack() as stack:
             for ddp in self.wrappers:
                 if ddp.find_unused_parameters or ddp.static_graph:
-                    n_parameters = sum(p.requires_grad for p in ddp.module.parameters())
-                    stack.enter_context(table_of_a_wrapper(n_parameters))
+                    stack.enter_context(table_of_a_wrapper(table_of(ddp).numel()))
+            yield
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Let all parameters take part in the enclosed capture, where a wrapper looks for the others."""
+        with ExitStack() as stack:
+            stack.enter_context(self.tables_known())
             for unused in self._unused:
                 stack.enter_context(unused.taking_part())
             yield
 
     @property
-    def used(self) -> tuple[UsedParameters | None, ...]:
+    def used(self) -> list[list[UsedParameters]]:
         """The parameters that the last capture has used, for each wrapper that looks for the others."""
-        return tuple(unused.last for unused in self._unused)
+        return [unused.passes for unused in self._unused]
 
     def tables(self) -> list[Tensor]:
         """The tensors of wrappers on the device that steps write, and that wrappers alone read."""
-        return [unused.table() for unused in self._unused]
+        return [table_of(ddp) for ddp in self.wrappers if ddp.find_unused_parameters]
 
-    def settle_used(self, of_ranks: Sequence[tuple[UsedParameters | None, ...]]) -> bool:
+    def settle_used(self, of_ranks: Sequence[list[list[UsedParameters]]]) -> bool:
         """Note what all processes have used; return True if they have to capture again, with that."""
         by_wrapper = zip(*of_ranks, strict=True)
         are_wrong = [u.settle(each) for u, each in zip(self._unused, by_wrapper, strict=True)]
         return any(are_wrong)
+
+    def is_marked(self, averages: bool) -> str:
+        """The reason why the next step sets or finds marks of used parameters; empty if it does not."""
+        is_marked = any(not averages or unused.is_accumulating for unused in self._unused)
+        return IS_ACCUMULATED if is_marked else ""
 
     def reset(self) -> None:
         """Reset the reducers after an aborted backward pass, in all processes: buckets are rebuilt."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 import os
@@ -10,6 +11,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -361,21 +363,8 @@ def same_numbers_where_unused_are_looked_for(here: Here) -> None:
         assert graph.counts.replayed >= (10 if build is UsedByOne else 20), graph.counts
 
 
-def same_numbers_where_unused_are_looked_for_accumulated(here: Here) -> None:
-    """The wrapper looks in the step that averages."""
-    wrapper = {"find_unused_parameters": True, **BUCKETS}
-    _, graph = here.assert_same_runs(
-        build=Unused,
-        wrapper=wrapper,
-        max_epochs=6,
-        accumulate_grad_batches=2,
-        train_loader=loader(batches=12),
-    )
-    assert graph.counts.replayed >= 12, graph.counts
-
-
 class UsedBefore(Net):
-    """Has a layer that every second batch uses."""
+    """Has a layer that every second batch uses; the processes have other batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,22 +377,75 @@ class UsedBefore(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         result = super().training_step(batch, batch_idx)
         if self.is_first:
-            result["loss"] = result["loss"] + self.before(result["logits"]).square().mean()
+            logits = result["logits"] + self.global_rank
+            result["loss"] = result["loss"] + self.before(logits).square().mean()
         return result
 
 
-def gradients_from_before_of_unused_parameters(here: Here) -> None:
-    """The step that averages finds the gradient of a parameter that it does not use."""
+def unused_parameters_of_several_batches(here: Here) -> None:
+    """Steps are eager if their gradients are averaged with those of others."""
     wrapper = {"find_unused_parameters": True, **BUCKETS}
-    made = {
-        "build": UsedBefore,
-        "wrapper": wrapper,
-        "accumulate_grad_batches": 2,
-        "train_loader": loader(False, batches=40),
-    }
-    _, graph = here.assert_same_runs(**made)
-    assert "`before.weight` takes no part in a step" in "; ".join(graph.counts.eager), graph.counts
+    made = {"wrapper": wrapper, "train_loader": loader(False, batches=80), "checkpoint_every": 0}
+    _, graph = here.assert_same_runs(build=UsedBefore, accumulate_grad_batches=2, **made)
+    assert "marks on the host which parameters" in "; ".join(graph.counts.eager), graph.counts
+    assert graph.counts.replayed == 0, graph.counts
+    schedule = GradientAccumulationScheduler({0: 1, 1: 2, 2: 1})
+    plain = here.train("plain2", None, UsedByOne, callbacks=(copy.deepcopy(schedule),), **made)
+    graph = here.train("graph2", CUDAGraphCallback(), UsedByOne, callbacks=(schedule,), **made)
+    assert_same(plain, graph, ignore=("_ms/",))
+    assert graph.counts.replayed >= 20, graph.counts
+
+
+class Awkward(Net):
+    """Returns an output that is in no loss, and whose gradient would be infinite times zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        return {"loss": loss, "extra": (logits.softmax(-1) * 0).log()}
+
+
+class Hooked(UsedByOne):
+    """Has a hook on a parameter that the other process alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_one.weight.register_hook(lambda gradient: gradient + 0.1)
+
+
+class FrozenLater(Net):
+    def on_fit_start(self) -> None:
+        self.head.bias.requires_grad_(False)
+
+
+class PastTheWrapper(Unused):
+    def on_after_backward(self) -> None:
+        self(torch.zeros(2, 12, device=self.device)).sum()
+
+
+def odd_steps_where_unused_are_looked_for(here: Here) -> None:
+    """An output without a gradient; and what is refused, where all go on as plain."""
+    wrapper = {"find_unused_parameters": True, **BUCKETS}
+    made = {"wrapper": wrapper, "max_epochs": 4}
+    _, graph = here.assert_same_runs(build=Awkward, **made)
     assert graph.counts.replayed >= 10, graph.counts
+    for build, reason in (
+        (Hooked, "has a hook, which an eager step does not call"),
+        (FrozenLater, "other parameters of the module require gradients"),
+        (PastTheWrapper, "calls the module past its `DistributedDataParallel`"),
+    ):
+        plain = here.train(f"plain {build.__name__}", None, build, **made)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "lightning_cudagraph: all steps eager")
+            callback = CUDAGraphCallback(on_unsupported="eager")
+            graph = here.train(f"graph {build.__name__}", callback, build, **made)
+        assert_same(plain, graph, ignore=("_ms/",))
+        assert reason in str(graph.summary), graph.summary
 
 
 def other_parameters_each_time(here: Here) -> None:

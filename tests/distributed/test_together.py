@@ -32,7 +32,7 @@ SAME_LONG = (
     "same_numbers_with_scheduled_accumulation",
     "same_numbers_with_shared_logs",
     "same_numbers_where_unused_are_looked_for",
-    "same_numbers_where_unused_are_looked_for_accumulated",
+    "unused_parameters_of_several_batches",
     "same_numbers_with_a_static_graph",
     "same_numbers_with_unused_parameters",
 )
@@ -64,7 +64,7 @@ AGREED_LONG = (
 )
 DIFFERENT = (
     "different_arguments",
-    "gradients_from_before_of_unused_parameters",
+    "odd_steps_where_unused_are_looked_for",
     "other_parameters_each_time",
     "a_shorter_loader",
 )

@@ -88,6 +88,7 @@ class LateEffects:
         writes = UnknownWrites(run.backend.device.type, known)
         with stale_if_refused(since), ExitStack() as stack:
             stack.enter_context(rehearsing())
+            stack.enter_context(run.replicas.tables_known())
             if not self._is_alone:
                 stack.enter_context(gathering(self._gathered))
             # No check puts back a generator that it does not know.

@@ -42,6 +42,8 @@ def is_table(tensor: Tensor) -> bool:
 
 def is_on_tables(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True for an op that the wrapper calls on tables alone: a write, a view or the read of a number."""
+    if func.namespace == "c10d":
+        return False  # which waits for the other processes
     if not (_lengths and (func._schema.is_mutable or func.is_view or func._schema.name in READS)):
         return False
     tensors = tensors_in(args, kwargs)
@@ -59,5 +61,6 @@ def _has_its_length(tensor: Tensor) -> bool:
     return (
         bool(_lengths)
         and tensor.dtype is torch.int
+        and tensor.ndim <= 1
         and tensor.untyped_storage().nbytes() // tensor.itemsize in _lengths
     )

@@ -64,7 +64,7 @@ class Replicas(DDPState):
             expected = accumulation.drops and bool(getattr(ddp, name))
             if ddp.modules_buffers and ddp.will_sync_module_buffers() != expected:
                 return "buffers are not broadcast in the step after a validation"
-        return self.shards.eager_reason()
+        return self.is_marked(accumulation.syncs) or self.shards.eager_reason()
 
     def reason_in_evaluation(self) -> str:
         """Return the reason why the next batch of an evaluation must run eagerly; or an empty text."""
