@@ -193,6 +193,8 @@ class CapturedStep(Generic[T]):
     ) -> None:
         self._backend = backend
         self._unread = {*map(storage_id, unread)}
+        # Of gradients whose memory is none of the graph: the buckets of a wrapper.
+        self._older: set[int] = set()
         self.static = static
         self._compiled = compiled
         self._one_place = one_place
@@ -229,6 +231,7 @@ class CapturedStep(Generic[T]):
                 for parameter, grad in there:
                     parameter.grad = grad
             own = {storage_id(gradient) for each in self._instances for _, gradient in each.gradients}
+            self._older |= own & {*map(storage_id, self.written)}
             left_out = own | self._unread
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in left_out]
             self.gradients.note_written({*map(storage_id, self.written)})
@@ -323,7 +326,11 @@ class CapturedStep(Generic[T]):
         made = [pair for each in self._instances for at in each.breaks for pair in at.made]
         every = [pair for each in self._instances for pair in each.gradients]
         added = gradients_of(self.gradients.adds)
-        self._holds = ExternalReferences([*every, *made], added)
+        # Views of a wrapper's buckets: it would not find other memory of theirs.
+        views = [(p, gradient) for p, gradient in every if storage_id(gradient) in self._older]
+        of_wrapper = {id(gradient) for _, gradient in views}
+        own = [pair for pair in (*every, *made) if id(pair[1]) not in of_wrapper]
+        self._holds = ExternalReferences(own, [*views, *added])
 
     @property
     def is_replayed_after_check(self) -> bool:

@@ -49,6 +49,7 @@ from lightning_cudagraph import (
     UnsupportedError,
     Verification,
 )
+from lightning_cudagraph.capture.gradients import external_references
 from lightning_cudagraph.checks.verify.tape import OpTape
 from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.dataflow import Flow
@@ -229,6 +230,25 @@ def same_numbers_in_buckets_accumulated(here: Here) -> None:
         train_loader=loader(batches=12),
     )
     assert graph.counts.replayed >= 12, graph.counts
+
+
+class Later(Net):
+    """Reads the number of the epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        if self.current_epoch >= 3:
+            result["loss"] = result["loss"] * 2
+        return result
+
+
+def same_numbers_in_buckets_of_later_graphs(here: Here) -> None:
+    """Graphs are released, and the buckets stay the wrapper's."""
+    wrapper = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(external_references, "_is_in_pool", lambda gradient: True)  # as on a GPU
+        _, graph = here.assert_same_runs(wrapper=wrapper, max_epochs=6, build=Later)
+    assert graph.counts.captures >= 3, graph.counts
 
 
 def same_numbers_compiled(here: Here) -> None:

@@ -22,6 +22,7 @@ SAME_LONG = (
     "same_numbers_with_sampled_times",
     "same_numbers_accumulated",
     "same_numbers_in_buckets",
+    "same_numbers_in_buckets_of_later_graphs",
     "same_numbers_with_the_optimizer_behind",
     "same_numbers_with_averaged_weights",
     "same_numbers_with_learning_rates_logged",

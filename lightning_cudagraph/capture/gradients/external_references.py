@@ -169,7 +169,7 @@ class ExternalReferences:
             for _, gradient in self._gradients[: self._n_own]:
                 place = local(gradient).untyped_storage().data_ptr()
                 # Memory that user code has given a gradient is not of the graph.
-                if alone.get(place, False) and gradient.device.type != "cpu":
+                if alone.get(place, False) and _is_in_pool(gradient):
                     gradient.data = gradient.clone()
 
     def _counted(self) -> _Counts:
@@ -180,6 +180,11 @@ class ExternalReferences:
             [*map(sys.getrefcount, self._storages)],
             [*map(operator.is_, map(_grad_of, self._parameters), self._tensors)],
         ]
+
+
+def _is_in_pool(gradient: Tensor) -> bool:
+    """True if the memory of a graph's gradient is that of other graphs, too; not on the emulator."""
+    return gradient.device.type != "cpu"
 
 
 def _references(counts: _Counts) -> _Counts:
