@@ -9,6 +9,9 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
+# The attributes of a tensor that hold its hooks.
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
 _UNSET = object()
 
 

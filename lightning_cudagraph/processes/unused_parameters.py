@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_cudagraph.checks.walk.kinds import TENSOR_HOOKS
+from lightning_cudagraph.compat.attributes import TENSOR_HOOKS
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
 

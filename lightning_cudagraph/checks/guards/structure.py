@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_cudagraph.checks.guards.classes import Classes
 from lightning_cudagraph.checks.guards.members import Members
-from lightning_cudagraph.checks.walk.kinds import TENSOR_HOOKS
 from lightning_cudagraph.checks.walk.versions import Versions
+from lightning_cudagraph.compat.attributes import TENSOR_HOOKS
 from lightning_cudagraph.tensors.layouts import Layouts
 from lightning_cudagraph.tensors.local import local
 

@@ -33,7 +33,7 @@ from lightning_cudagraph.checks.walk.host_objects import (
     slots_of,
 )
 from lightning_cudagraph.checks.walk.parts import CODE, SETS, ById, Inside, Item, Node, Parts
-from lightning_cudagraph.compat.attributes import do_nothing
+from lightning_cudagraph.compat.attributes import TENSOR_HOOKS, do_nothing
 
 # Compared by the value that `_hidden` reads, and by nothing else.
 READ_WHOLE = (StringIO, BytesIO, torch.Generator, logging.Logger)
@@ -114,9 +114,6 @@ def node_of(value: Any, owner: Any, path: str, of: str, how: How = HOW, **kwargs
     node = Node(holder, owner, path, of, read, write, **kwargs)
     node.is_large |= len(node.parts) > _QUICK_MEMBERS
     return node
-
-
-TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def node_of_hooks(tensor: torch.Tensor, path: str, of: str) -> Node:

@@ -10,8 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_cudagraph.checks.walk.kinds import TENSOR_HOOKS
-from lightning_cudagraph.compat.attributes import setting
+from lightning_cudagraph.compat.attributes import TENSOR_HOOKS, setting
 from lightning_cudagraph.device.lines.user_lines import is_users
 
 _DISPATCH = "_deepcopy_dispatch"
