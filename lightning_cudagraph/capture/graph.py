@@ -231,7 +231,6 @@ class CapturedStep(Generic[T]):
                 for parameter, grad in there:
                     parameter.grad = grad
             own = {storage_id(gradient) for each in self._instances for _, gradient in each.gradients}
-            self._older |= own & {*map(storage_id, self.written)}
             left_out = own | self._unread
             self.written = [tensor for tensor in self.written if storage_id(tensor) not in left_out]
             self.gradients.note_written({*map(storage_id, self.written)})
@@ -297,6 +296,9 @@ class CapturedStep(Generic[T]):
         except BaseException:
             self._backend.release(graph)
             raise
+        of_instances = {storage_id(g) for each in self._instances for _, g in each.gradients}
+        of_step = {storage_id(gradient) for _, gradient in instance.gradients}
+        self._older |= (of_step & {*map(storage_id, written)}) - of_instances
         self.written += written
         return instance
 

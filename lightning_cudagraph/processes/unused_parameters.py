@@ -151,7 +151,8 @@ class UnusedParameters:
         def taking_part(leaf: Any) -> Any:
             if not (isinstance(leaf, Tensor) and leaf.requires_grad):
                 return leaf
-            return _TakePart.apply(leaf, taking, *left_out.values())  # type: ignore[no-untyped-call]
+            apply: Any = _TakePart.apply  # untyped in some versions
+            return apply(leaf, taking, *left_out.values())
 
         return map_leaves(outputs, taking_part)
 
