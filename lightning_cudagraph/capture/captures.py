@@ -33,8 +33,6 @@ from lightning_cudagraph.tensors.host_values import held, in_words, is_host_valu
 from lightning_cudagraph.tensors.static import StaticBatch, refuse_shared_memory
 
 _REPORT_IT = "This is a bug in `lightning_cudagraph`: please report it."
-
-
 _OTHERS_EACH_TIME = (
     "Other parameters take part in the step each time that it is captured, and gradients are averaged"
     " with `find_unused_parameters=True`."

@@ -25,10 +25,10 @@ _ONE_BATCH = (
     "Drop the gradients in every step (`zero_grad()`, with `set_to_none=True`), and average those of one"
     " batch; or leave out `find_unused_parameters=True`."
 )
-# A replay marks nothing.
+# A replay sets no marks.
 IS_ACCUMULATED = (
-    "`find_unused_parameters=True` marks on the host which parameters take part in batches whose"
-    " gradients are averaged together (`no_sync`, accumulation), and looks after a validation"
+    "with `find_unused_parameters=True`, a step that accumulates gradients marks on the host which"
+    " parameters it uses; the step after it, or after a validation, may find such marks"
 )
 
 
@@ -119,7 +119,11 @@ class UnusedParameters:
         if not torch.is_grad_enabled():
             return outputs
         if not ddp.require_backward_grad_sync:
-            raise UnsupportedError(f"{IS_ACCUMULATED}.", _ONE_BATCH)
+            raise UnsupportedError(
+                "The step accumulates gradients (`no_sync`) with `find_unused_parameters=True`, which marks"
+                " on the host which parameters it uses.",
+                _ONE_BATCH,
+            )
         named = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
         parameters = [*named.values()]
         if len(parameters) != table_of(ddp).numel():

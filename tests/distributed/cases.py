@@ -438,6 +438,13 @@ class Hooked(UsedByOne):
         self.of_one.weight.register_hook(lambda gradient: gradient + 0.1)
 
 
+class Zeroed(UsedByOne):
+    """Keeps the gradients of the step before, and sets them to zero."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
 class FrozenLater(Net):
     def on_fit_start(self) -> None:
         self.head.bias.requires_grad_(False)
@@ -456,6 +463,7 @@ def odd_steps_where_unused_are_looked_for(here: Here) -> None:
     assert graph.counts.replayed >= 10, graph.counts
     for build, reason in (
         (Hooked, "has a hook, which an eager step does not call"),
+        (Zeroed, "has a gradient from before it"),
         (FrozenLater, "other parameters of the module require gradients"),
         (PastTheWrapper, "calls the module past its `DistributedDataParallel`"),
     ):
@@ -469,7 +477,7 @@ def odd_steps_where_unused_are_looked_for(here: Here) -> None:
 
 
 def other_parameters_each_time(here: Here) -> None:
-    """What the processes have used is never what a capture was made for."""
+    """Each attempt at a capture finds other used parameters; the second ends in an error."""
     wrapper = {"find_unused_parameters": True, **BUCKETS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DDPState, "settle_used", lambda self, of_ranks: True)

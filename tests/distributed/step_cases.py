@@ -662,11 +662,17 @@ class LeavesSomeOut(FindsUnused):
         return LeavesOut(self.here.rank)
 
 
+class LooksInWindows(AccumulatesInside):
+    wrapper: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+
+
 def steps_where_unused_are_looked_for(here: Here) -> None:
     """A wrapper with `find_unused_parameters=True`."""
     for loop in (FindsUnused, LeavesSomeOut):
         step = _same(here, loop, STEPS - WARM_UP)
         assert not step.summary.calls.eager, step.summary
+    with pytest.raises(UnsupportedError, match=r"accumulates gradients \(`no_sync`\)"):
+        LooksInWindows(here).run(graphed=True)
 
 
 def unequal_batches(here: Here) -> None:

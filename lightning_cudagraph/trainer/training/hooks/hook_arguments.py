@@ -30,6 +30,9 @@ _READS_ALL = frozenset(
 _decorated: tuple[Any, ...] = (torch.no_grad()(do_nothing), rank_zero_only(do_nothing))
 _PASSING_ON = frozenset(function.__globals__["__name__"] for function in _decorated)
 
+# By the address of the code, which is kept, because the hash of code reads all of it.
+_found: dict[tuple[int, int], tuple[CodeType, bool]] = {}
+
 
 def ignores(hook: Callable[..., Any], position: int) -> bool:
     """True if a hook does not read a positional argument, counted from 0 without `self`."""
@@ -44,10 +47,6 @@ def ignores(hook: Callable[..., Any], position: int) -> bool:
     if found is None:
         found = _found[id(code), position] = code, _is_ignored(code, position)
     return found[1]
-
-
-# By the address of the code, which is kept, because the hash of code reads all of it.
-_found: dict[tuple[int, int], tuple[CodeType, bool]] = {}
 
 
 def _is_ignored(code: CodeType, position: int) -> bool:
