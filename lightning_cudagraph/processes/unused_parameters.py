@@ -120,8 +120,8 @@ class UnusedParameters:
             return outputs
         if not ddp.require_backward_grad_sync:
             raise UnsupportedError(
-                "The step accumulates gradients (`no_sync`) with `find_unused_parameters=True`, which marks"
-                " on the host which parameters it uses.",
+                "The step accumulates gradients (`no_sync`) with `find_unused_parameters=True`, which"
+                " marks on the host which parameters it uses.",
                 _ONE_BATCH,
             )
         named = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
