@@ -20,7 +20,7 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.processes.agreement import Agreement
-from lightning_cudagraph.processes.ddp import DDPState
+from lightning_cudagraph.processes.ddp import CollectiveState
 from lightning_cudagraph.tensors.signatures import Signatures
 
 
@@ -81,7 +81,7 @@ class RunContext:
     on_give_up: Callable[[], None] = lambda: None
     around_replays: Callable[[], AbstractContextManager[object]] = nullcontext
     on_capture: Callable[[Step[Any], float], None] = lambda step, capture_ms: None
-    replicas: DDPState = field(default_factory=DDPState)
+    replicas: CollectiveState = field(default_factory=CollectiveState)
     counts: StepCounts = field(default_factory=StepCounts)
     is_examined: bool = False
     earns_graphs: bool = False

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.own_modes import InputsMode
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
+from lightning_cudagraph.tensors.local import as_split_as, local
 from lightning_cudagraph.tensors.writes import storage_id
 
 
@@ -50,7 +51,7 @@ class GradientEffects:
     def learning(self, own_memory: Collection[int] = ()) -> Iterator[None]:
         """Watch one eager step; `own_memory` is memory of tensors of its own, such as a batch's."""
         known = self._known()
-        before = [(p, p.grad, None if p.grad is None else p.grad._version) for p in known.values()]
+        before = [(p, p.grad, None if p.grad is None else local(p.grad)._version) for p in known.values()]
         self._alive |= {id(parameter): parameter for parameter in known.values()}
         with _Watch(self._device_type) as watch:
             yield
@@ -89,7 +90,7 @@ class GradientEffects:
         if now is not was:
             self._drops.add(key)
             self._leaves |= {key} if now is None else set()
-        elif was._version != version:
+        elif local(was)._version != version:
             self._adds.add(key)
 
     def is_settled(self) -> bool:
@@ -138,7 +139,10 @@ class GradientEffects:
         pure = [p for p in self._known().values() if id(p) in self._pure_drops]
         kinds = [(getattr(p, "grad_dtype", None) or p.dtype, p.device) for p in pure]
         memory = {kind: torch.empty((), dtype=kind[0], device=kind[1]) for kind in dict.fromkeys(kinds)}
-        dropped = [(p, memory[kind].expand_as(p)) for p, kind in zip(pure, kinds, strict=True)]
+        dropped = [
+            (p, as_split_as(p, memory[kind].expand_as(local(p))))
+            for p, kind in zip(pure, kinds, strict=True)
+        ]
         for parameter, gradient in dropped:
             parameter.grad = gradient
         with _Dropped({storage_id(gradient) for _, gradient in dropped}) as watch:

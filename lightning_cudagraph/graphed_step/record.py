@@ -31,6 +31,7 @@ from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.tensors.batch import compared_outputs, map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import held
+from lightning_cudagraph.tensors.local import local
 
 _ALONE = "a function that works on no `DistributedDataParallel`"
 _PASS_IT = (
@@ -83,7 +84,7 @@ class StepResult:
         named = compared_outputs(map_leaves(self.returned, held), "the output")
         for name, parameter in self.gradients.items():
             if parameter.grad is not None:
-                named[f"the gradient of `{name}`"] = parameter.grad
+                named[f"the gradient of `{name}`"] = local(parameter.grad)
         return named
 
 

@@ -1,4 +1,4 @@
-"""The `DistributedDataParallel`s of a captured function, and their state on the host.
+"""The `DistributedDataParallel`s and sharded weights of a captured function, and their host state.
 
 A forward pass depends on two switches of the wrapper, the averaging of gradients (`no_sync`) and the
 broadcast of buffers, and on communication hooks. These are part of the specialization of a call. After a
@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
-from lightning_cudagraph.processes.ddp import DDPState, check_wrapper, hooks_of
+from lightning_cudagraph.processes.ddp import CollectiveState, check_wrapper, hooks_of
+from lightning_cudagraph.processes.shards import check_shards
 
 # Attributes of a wrapper that are not guarded: the switches, which are part of the specialization, state
 # of the first iterations, and lists of buffers that each broadcast makes.
@@ -26,8 +27,8 @@ OWN_ATTRIBUTES = frozenset(
 Switches = tuple[tuple[bool, bool, tuple[str, ...]], ...]
 
 
-class StepReplicas(DDPState):
-    """The `DistributedDataParallel`s of a step; those that no graph can hold are refused."""
+class StepReplicas(CollectiveState):
+    """The `DistributedDataParallel`s and sharded weights of a step; refused if no graph can hold them."""
 
     def __init__(self, model: nn.Module) -> None:
         named = {
@@ -40,8 +41,9 @@ class StepReplicas(DDPState):
             for owner, ddp in named.items():
                 check_wrapper(f"{owner} `DistributedDataParallel`", ddp)
 
-        super().__init__(named.values(), check)
+        super().__init__(named.values(), check, model)
         check()
+        check_shards(model)
         self.record_times(False)
 
     def own_gradients(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -63,7 +65,7 @@ class StepReplicas(DDPState):
         return bool(views)
 
     def __bool__(self) -> bool:
-        return bool(self.wrappers)
+        return bool(self.wrappers or self.shards)
 
     def switches(self) -> Switches:
         """Return the present switches of all wrappers; refuse `join()`, where calls are unequal."""
@@ -80,7 +82,8 @@ class StepReplicas(DDPState):
 
     def eager_reason(self) -> str:
         """Return the reason why the next call differs from others of its kind; empty if it does not."""
-        return self.is_marked(all(ddp.require_backward_grad_sync for ddp in self.wrappers))
+        averages = all(ddp.require_backward_grad_sync for ddp in self.wrappers)
+        return self.is_marked(averages) or self.shards.eager_reason()
 
     def close(self) -> None:
         """Let the reducers record their own times again."""

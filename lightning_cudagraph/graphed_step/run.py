@@ -94,7 +94,7 @@ class StepRun:
         self._sizes = Sizes()  # of kinds that made room for others
         of.framework.check()
         refuse_rebound_methods()
-        refuse_unsupported_modules(of.model, averaged=True)
+        refuse_unsupported_modules(of.model, averaged=True, sharded=True)
         _refuse_several_devices(of.model, backend.device)
         self._optimizers = OptimizerSteps(of.optimizers, of.scaler, backend.device, self._drop_all)
         self._harmless = settings.harmless | (OWN_ATTRIBUTES if of.replicas else frozenset())
@@ -285,14 +285,19 @@ class StepRun:
 
     def _specialized(self, signature: Signature, mode: Mode, batch: dict[str, Any]) -> Specialization:
         optimizers = self._optimizers
+        shards = self._replicas.shards
         framework = self._framework
         name = getattr(self._function, "__name__", "")
         guards = Guards(
             self._model,
             GuardedValues(
-                lambda: {**optimizers.hyperparameters(), **_labelled(framework.parts())},
+                lambda: {
+                    **optimizers.hyperparameters(),
+                    **_labelled(framework.parts()),
+                    **shards.described(),
+                },
                 optimizers.addresses,
-                lambda: (*optimizers.frozen_values(), *map(id, framework.parts())),
+                lambda: (*optimizers.frozen_values(), *map(id, framework.parts()), *shards.settings()),
             ),
             Unguarded(
                 framework.unwatched | self._harmless,

@@ -38,6 +38,7 @@ from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun
 from lightning_cudagraph.graphed_step.wording import WORDING
 from lightning_cudagraph.processes.nccl import check_nccl
+from lightning_cudagraph.processes.shards import sharded_modules
 from lightning_cudagraph.timing.output.summary import RunSummary
 
 P = ParamSpec("P")
@@ -284,10 +285,11 @@ class GraphedStep(Generic[P, R]):
         is_off = self._backend_name == "off" or self._refused is not None
         if self._processes is None and not is_off and are_several():
             require(COLLECTIVES)
-            inside = (m for module in self._found().values() for m in module.modules())
-            wrapper = next((m for m in inside if isinstance(m, DistributedDataParallel)), None)
-            if wrapper is not None:
-                device = next(wrapper.parameters()).device
+            inside = [m for module in self._found().values() for m in module.modules()]
+            together = [m for m in inside if isinstance(m, DistributedDataParallel)]
+            together += [m for module in self._found().values() for m in sharded_modules(module)]
+            if together:
+                device = next(together[0].parameters()).device
                 self._processes = StepProcesses(device, weakref.WeakMethod(self._end))
         return self._processes
 

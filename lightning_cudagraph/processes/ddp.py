@@ -1,7 +1,7 @@
 """`DistributedDataParallel` in a captured step: refusals, and its state on the host.
 
 A replay does not run its Python. So the state that an eager step leaves is recorded at the capture, and
-set after each replay.
+set after each replay. The hooks of sharded weights have state of their own (`shards.py`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_cudagraph.compat.attributes import do_nothing
 from lightning_cudagraph.compat.features import REPLICAS
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.sentry.tables import table_of_a_wrapper
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.processes.shards import Shards
 from lightning_cudagraph.processes.unused_parameters import (
     IS_ACCUMULATED,
     UnusedParameters,
@@ -41,17 +43,21 @@ _NEVER = 2**30
 _SORTED_AFTER = 2
 
 
-class DDPState:
-    """The state of wrappers on the host, which an eager step changes and a replay does not.
+class CollectiveState:
+    """The state of wrappers and sharded weights on the host, which a replay does not change.
 
     Attributes:
         is_broken: a backward pass was aborted, so that a reducer waits for gradients.
     """
 
     def __init__(
-        self, wrappers: Iterable[DistributedDataParallel] = (), check: Callable[[], None] = lambda: None
+        self,
+        wrappers: Iterable[DistributedDataParallel] = (),
+        check: Callable[[], None] = do_nothing,
+        sharded: nn.Module | None = None,
     ) -> None:
         self.wrappers = [*wrappers]
+        self.shards = Shards(sharded)
         self._check = check
         self._unused = [UnusedParameters(ddp) for ddp in self.wrappers if ddp.find_unused_parameters]
         self.is_broken = False
@@ -70,7 +76,9 @@ class DDPState:
         return self._averaged_steps >= _SORTED_AFTER and min(averaging, default=_TIMED) >= _TIMED
 
     def ran(self) -> None:
+        """Note that an eager step has run."""
         self._averaged_steps += all(self.left())
+        self.shards.ran()
 
     def left(self) -> tuple[bool, ...]:
         """One flag for each wrapper: the last step has averaged, so the next one syncs buffers."""
@@ -87,7 +95,8 @@ class DDPState:
             self._check()  # hooks may have been added since
         before = self.left()
         try:
-            yield
+            with self.shards.undone():
+                yield
         except BaseException:
             self.is_broken = any(map(_is_unfinished, self.wrappers))
             raise

@@ -40,3 +40,19 @@ def local(tensor: Tensor) -> Tensor:
 def address_of(tensor: Tensor) -> int:
     """The address of the local part of a tensor."""
     return local(tensor).data_ptr()
+
+
+def as_split_as(tensor: Tensor, part: Tensor) -> Tensor:
+    """A tensor that is split over the processes as another, from its local part."""
+    if local(tensor) is tensor:
+        return part
+    split: Any = tensor
+    made: Tensor = type(split).from_local(
+        part,
+        split.device_mesh,
+        split.placements,
+        run_check=False,
+        shape=split.shape,
+        stride=split.stride(),
+    )
+    return made

@@ -55,7 +55,7 @@ from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.dataflow import Flow
 from lightning_cudagraph.errors import PeerError, VerificationError
 from lightning_cudagraph.processes import failures
-from lightning_cudagraph.processes.ddp import DDPState
+from lightning_cudagraph.processes.ddp import CollectiveState
 from lightning_cudagraph.processes.shared_page import SharedPage
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times import baseline
@@ -480,7 +480,7 @@ def other_parameters_each_time(here: Here) -> None:
     """Each attempt at a capture finds other used parameters; the second ends in an error."""
     wrapper = {"find_unused_parameters": True, **BUCKETS}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DDPState, "settle_used", lambda self, of_ranks: True)
+        patch.setattr(CollectiveState, "settle_used", lambda self, of_ranks: True)
         graph = here.train("graph", CUDAGraphCallback(), Unused, wrapper, raises=UnsupportedError)
     assert "Other parameters take part in the step each time" in str(graph.error), graph.error
 

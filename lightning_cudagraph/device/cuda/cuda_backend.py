@@ -30,6 +30,7 @@ from lightning_cudagraph.device.sentry.sentry import FunctionSentry
 from lightning_cudagraph.device.streams.branches import Branches, SentBackError
 from lightning_cudagraph.device.streams.driver import event_times, position_of
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
+from lightning_cudagraph.device.streams.resizes import resizes_told
 from lightning_cudagraph.device.streams.side_streams import SideStream, event_stream, keep_all_workspaces
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.writes import Writes, storages_held
@@ -138,6 +139,12 @@ class CudaBackend:
         sentry.writes = Writes(storages_held() if is_compiled else None)
         sentry.host_checks = HostChecks(self.checks)
         self.flow = sentry.flow = RecordedFlow("cuda", self.position) if self.records_flow else None
+
+        def resized(storage: torch.UntypedStorage, size_bytes: int) -> None:
+            for each in (branches and branches.resized, self.flow and self.flow.bar):
+                if each is not None:
+                    each()
+
         failure: BaseException | None = None
         broken: Exception | None = None
         result: Any = None
@@ -153,6 +160,7 @@ class CudaBackend:
                         host.draws.hidden(),
                         FunctionSentry(self.device.type),
                         Constants(memory),
+                        resizes_told(resized),
                         sentry,
                         first_refusal_kept(),
                     ):

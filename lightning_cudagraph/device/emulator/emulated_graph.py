@@ -14,6 +14,7 @@ from lightning_cudagraph.compat.attributes import OfThread
 from lightning_cudagraph.device.backend import Between
 from lightning_cudagraph.device.host_work import HostWork
 from lightning_cudagraph.device.streams.dataflow import Placed
+from lightning_cudagraph.device.streams.resizes import plain_resize
 from lightning_cudagraph.device.streams.tape import Tape
 from lightning_cudagraph.device.taped_op import TapedOp
 from lightning_cudagraph.tensors.writes import storage_id
@@ -83,9 +84,6 @@ class Resize:
 
     def run(self) -> None:
         plain_resize(self.storage, self.size_bytes)
-
-
-plain_resize: Any = torch.UntypedStorage.resize_
 
 
 _Tape = Tape[TapedOp | Resize | HostEvent | None]

@@ -14,7 +14,7 @@ from torch.autograd import set_multithreading_enabled
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.backend import Graph
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, HostEvent
-from lightning_cudagraph.device.emulator.op_recorder import OpRecorder, Undo, resizes_recorded
+from lightning_cudagraph.device.emulator.op_recorder import OpRecorder, Undo
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import host_work_of
 from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
@@ -23,6 +23,7 @@ from lightning_cudagraph.device.sentry.inductor import refused_on_cpu
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry, Sentry
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
+from lightning_cudagraph.device.streams.resizes import resizes_told
 from lightning_cudagraph.tensors.writes import Writes, storages_held
 
 T = TypeVar("T")
@@ -112,7 +113,7 @@ class EmulatorBackend:
                 set_multithreading_enabled(False),
                 _reported_by_torch(),
                 refused_on_cpu(),
-                resizes_recorded(graph, undo),
+                resizes_told(recorder.resized),
                 host_work_of(graph.work),
                 FunctionSentry("cpu"),
                 _OneHotAsOnCuda(),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.names.torch_names import is_traceable_wrapper_subclass
-from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, Resize, plain_resize
+from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, Resize
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid
@@ -114,15 +111,9 @@ class OpRecorder(Sentry):
                 AskedFor("checkpoint"),
             )
 
-
-def resizes_recorded(graph: EmulatedGraph, undo: Undo) -> AbstractContextManager[None]:
-    """Record resizes of storages during a capture; there is no op for them."""
-    thread = threading.get_ident()
-
-    def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-        if threading.get_ident() == thread:
-            undo.before_resize(storage)
-            graph.tape.add_mark(Resize(storage, size_bytes))
-        return plain_resize(storage, size_bytes)
-
-    return setting(torch.UntypedStorage, resize_=resize_)
+    def resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        """Record a resize of a storage, which all later ops come after, because memory changes hands."""
+        self._undo.before_resize(storage)
+        self._graph.tape.add(Resize(storage, size_bytes), None)
+        if self.flow is not None:
+            self.flow.bar()

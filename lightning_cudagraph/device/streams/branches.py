@@ -104,6 +104,12 @@ class Branches:
             return func(*args, **kwargs)
         return self._run_placed(func, args, kwargs, access)
 
+    def resized(self) -> None:
+        """Let all later ops wait for all earlier ones: they may be given memory that is let go of."""
+        if torch.cuda.current_stream(self._own.device) == self._own:
+            self._notice()
+            self._bar("a storage that is resized")
+
     def _run_placed(self, func: Any, args: Any, kwargs: Any, access: Access) -> Any:
         self._notice()  # reading an address may copy a copy-on-write storage
         before = self._flow.last

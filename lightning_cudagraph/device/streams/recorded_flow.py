@@ -43,6 +43,10 @@ class RecordedFlow:
         self._left = self._position()
         return result
 
+    def bar(self) -> None:
+        """Note that all later ops come after all earlier ones."""
+        self.ops.append(None)
+
     def on(self, streams: int) -> tuple[float, int]:
         """Place the ops on streams; return their time, in small kernels, and the streams in use."""
         flow = Flow(streams)

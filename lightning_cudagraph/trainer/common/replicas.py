@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.capture.steps import AccumulationPhase
-from lightning_cudagraph.processes.ddp import DDPState, hooks_of
-from lightning_cudagraph.processes.shards import Shards, sharded_modules
+from lightning_cudagraph.processes.ddp import CollectiveState, hooks_of
+from lightning_cudagraph.processes.shards import sharded_modules
 from lightning_cudagraph.trainer.config.support import check_replicas
 
 
@@ -28,14 +28,13 @@ def has_replicas(strategy: Strategy) -> bool:
     return isinstance(model, DistributedDataParallel) or bool(sharded_modules(model))
 
 
-class Replicas(DDPState):
+class Replicas(CollectiveState):
     """The replicas of a module in the processes of a run; one, if it is not distributed."""
 
     def __init__(self, strategy: Strategy) -> None:
         model = strategy.model
         wrappers = [model] if isinstance(model, DistributedDataParallel) else []
-        super().__init__(wrappers, lambda: check_replicas(strategy))
-        self.shards = Shards(model)
+        super().__init__(wrappers, lambda: check_replicas(strategy), model)
 
     @property
     def syncs(self) -> bool:
@@ -49,10 +48,6 @@ class Replicas(DDPState):
     def settings(self) -> tuple[Any, ...]:
         """Return these settings in a form that is quick to compare."""
         return (*[len(ddp._comm_hooks) for ddp in self.wrappers], *self.shards.settings())
-
-    def ran(self) -> None:
-        super().ran()
-        self.shards.ran()
 
     def eager_reason(self, accumulation: AccumulationPhase) -> str:
         """Return the reason why the next step differs from others of its phase; empty if it does not."""
@@ -80,12 +75,6 @@ class Replicas(DDPState):
         """Set the state on the host that an eager step leaves."""
         for ddp in self.wrappers:
             ddp.require_forward_param_sync = accumulation.syncs
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Undo the effects of a step on the host state of the wrapper or of sharded modules."""
-        with super().undone(), self.shards.undone():
-            yield
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:

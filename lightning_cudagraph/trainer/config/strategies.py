@@ -123,4 +123,5 @@ def supported_base(strategy: type) -> type | None:
 def _tensor_parallel_size(strategy: Any) -> int:
     mesh = getattr(strategy, "_device_mesh", None)
     names = getattr(mesh, "mesh_dim_names", None) or ()
-    return int(mesh["tensor_parallel"].size()) if mesh and "tensor_parallel" in names else 1
+    # Not of a part of the mesh, which is made by ops that no graph can hold.
+    return int(mesh.size(names.index("tensor_parallel"))) if mesh and "tensor_parallel" in names else 1

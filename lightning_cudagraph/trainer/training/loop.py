@@ -92,14 +92,6 @@ class GraphedTraining:
         )
         self._times.host.waits.append(lambda: self._part.optimizer.outcomes.waited_s)
         run = self._run = TrainingRun(trainer, module, backend, settings, self._times, self._part)
-        if run.replicas.shards and isinstance(settings.streams, int) and settings.streams > 1:
-            raise UnsupportedError(
-                "Sharded weights are gathered into memory that a step takes and lets go of, and for that"
-                " there are no ops: on several streams, nothing would say who comes first.",
-                'Pass `CUDAGraphCallback(streams="auto")`, or leave it out.',
-            )
-        if run.replicas.shards:
-            settings = replace(settings, streams=1)
         self._recorder = Recorder(run)
         context = RunContext(
             backend,
