@@ -51,7 +51,7 @@ class GradientEffects:
     def learning(self, own_memory: Collection[int] = ()) -> Iterator[None]:
         """Watch one eager step; `own_memory` is memory of tensors of its own, such as a batch's."""
         known = self._known()
-        before = [(p, p.grad, None if p.grad is None else local(p.grad)._version) for p in known.values()]
+        before = [(p, p.grad, _version_of(p.grad)) for p in known.values()]
         self._alive |= {id(parameter): parameter for parameter in known.values()}
         with _Watch(self._device_type) as watch:
             yield
@@ -90,7 +90,7 @@ class GradientEffects:
         if now is not was:
             self._drops.add(key)
             self._leaves |= {key} if now is None else set()
-        elif local(was)._version != version:
+        elif _version_of(was) != version:
             self._adds.add(key)
 
     def is_settled(self) -> bool:
@@ -169,6 +169,10 @@ class NoGradients(GradientEffects):
     @contextmanager
     def learning(self, own_memory: Collection[int] = ()) -> Iterator[None]:
         yield
+
+
+def _version_of(gradient: Tensor | None) -> int | None:
+    return None if gradient is None else local(gradient)._version
 
 
 class _Watch(InputsMode):

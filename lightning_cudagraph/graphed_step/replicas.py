@@ -28,7 +28,7 @@ Switches = tuple[tuple[bool, bool, tuple[str, ...]], ...]
 
 
 class StepReplicas(CollectiveState):
-    """The `DistributedDataParallel`s and sharded weights of a step; refused if no graph can hold them."""
+    """The `DistributedDataParallel`s and shards of a step; those that no graph can hold are refused."""
 
     def __init__(self, model: nn.Module) -> None:
         named = {

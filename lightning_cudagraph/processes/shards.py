@@ -8,6 +8,9 @@ not see the state that they keep on the host between steps. So a step runs eager
 - it leaves weights gathered, or gradients that wait to be reduced.
 - user code gathers its weights or reduces its gradients.
 
+Batches of an evaluation find what the first one has gathered, and use it unchanged, in memory that the
+next training step lets go of. A graph of such a batch reads a copy, which each replay fills.
+
 Settings, such as the divisor of gradients, are compared before each replay; a step that changes one is
 refused.
 """
@@ -19,7 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_cudagraph.compat.features import SHARDS
 from lightning_cudagraph.compat.tables import require
@@ -29,6 +33,8 @@ _PLAIN = (bool, int, float, str)
 # Attributes with custom code that gathers weights or reduces gradients; and the classes of torch's own.
 _WAYS = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
 _TORCHS = ("DefaultAllGather", "DefaultReduceScatter", "NoneType")
+_STAYS_GATHERED = "weights are gathered in the first batch of an evaluation, and stay so"
+_OWN_CODE = "weights are gathered, or gradients reduced, by code of the user's"
 # If one of these is off, gradients are not reduced, or not waited for.
 _REDUCING = ("reduce_grads", "all_reduce_grads", "is_last_backward")
 
@@ -103,6 +109,9 @@ class Shards:
         # The last step has left gradients not reduced, or not waited for. The state of the hooks shows
         # that too, but not on a CPU, where nothing is asynchronous.
         self._is_unreduced = False
+        # Weights that the last eager batch of an evaluation left gathered, and copies that graphs read.
+        self._left_gathered: list[Any] | None = None
+        self._places: tuple[tuple[int, ...], list[Tensor]] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._modules)
@@ -130,7 +139,7 @@ class Shards:
         """The reason why the next step reads or changes state on the host; empty if it does not."""
         if not self._modules:
             return ""
-        groups = [group for module in self._modules for group in _groups(module)]
+        groups = self._groups()
         if not all(group.is_sharded and group._all_gather_result is None for group in groups):
             return (
                 "weights are gathered before it (by an evaluation, a call of the module between two"
@@ -141,14 +150,59 @@ class Shards:
         is_off = self._is_unreduced or self._is_off(*_REDUCING)
         if is_off or any(map(_is_reducing, groups)):
             return "gradients wait to be reduced (`set_requires_gradient_sync(False)` or the like)"
-        if any(kind not in _TORCHS for group in groups for kind in _ways(group).values()):
-            return "weights are gathered, or gradients reduced, by code of the user's"
-        return ""
+        return _OWN_CODE if self._have_own_code() else ""
+
+    def reason_in_evaluation(self) -> str:
+        """The reason why the next batch must gather weights for all later ones; empty if it need not."""
+        if not self._modules:
+            return ""
+        if self._have_own_code():
+            return _OWN_CODE
+        return "" if self._gathered() == self._left_gathered else _STAYS_GATHERED
+
+    def evaluated(self) -> None:
+        """Note the weights that an eager batch of an evaluation leaves gathered."""
+        self._left_gathered = self._gathered()
+
+    def _gathered(self) -> list[Any]:
+        """The weights that are gathered now."""
+        return [
+            weight
+            for group in self._groups()
+            if not (group.is_sharded and group._all_gather_result is None)
+            for weight in group.fsdp_params
+        ]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Keep weights that are gathered where graphs read them, with the values that they have."""
+        weights = [weight._unsharded_param for weight in self._gathered()]
+        gathered = [weight.detach() for weight in weights]
+        key = tuple(map(id, weights))
+        if self._places is None or self._places[0] != key:
+            self._places = key, [torch.empty_like(value) for value in gathered]
+        _, places = self._places
+        if places:
+            torch._foreach_copy_(places, gathered)
+        for weight, place in zip(weights, places, strict=True):
+            weight.data = place
+        try:
+            yield
+        finally:
+            for weight, value in zip(weights, gathered, strict=True):
+                weight.data = value
+
+    def _groups(self) -> list[Any]:
+        return [group for module in self._modules for group in _groups(module)]
+
+    def _have_own_code(self) -> bool:
+        return any(kind not in _TORCHS for group in self._groups() for kind in _ways(group).values())
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo the changes of a step on the host, after an error too; refuse changes of settings."""
         parts = [_Remembered(part) for part in self._parts()]
+        sharded = [group for group in self._groups() if group.is_sharded]
         before = self.described()
         try:
             yield
@@ -156,8 +210,8 @@ class Shards:
         except BaseException:
             for remembered in parts:
                 remembered.end_training()  # otherwise some would stay gathered
-            for module in self._modules:
-                module.reshard()
+            for group in sharded:
+                group.reshard()
             raise
         finally:
             for remembered in parts:

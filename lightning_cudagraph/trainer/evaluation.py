@@ -8,13 +8,14 @@ dataloader, and those of other dataloaders.
 
 Processes of a group decide each by itself, and may have different numbers of batches: a captured step
 with a collective is refused. Lightning calls the step through the DDP wrapper, which broadcasts buffers
-in the first forward pass after a training step: that batch runs eagerly.
+in the first forward pass after a training step: that batch runs eagerly. With sharded weights, which
+each batch gathers, the processes vote before each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.capture_errors import NO_TIMINGS_OR_USE
 from lightning_cudagraph.errors import CaptureError, Wording
+from lightning_cudagraph.processes.agreement import Agreement
 from lightning_cudagraph.tensors.batch import (
     compared_outputs,
     map_leaves,
@@ -170,6 +172,7 @@ class GraphedEvaluation:
         backend: Backend,
         settings: Settings,
         stage: Stage,
+        agreement: Agreement | None = None,
     ) -> None:
         check_evaluation(trainer, module, stage)
         self._trainer = trainer
@@ -180,7 +183,12 @@ class GraphedEvaluation:
         gather = f"Log with `sync_dist=True`, or gather in `on_{stage}_epoch_end`"
         apart = "an evaluation step", f"{gather}; or leave out `evaluation=True`."
         self._run = run = CapturedRun(
-            trainer, module, backend, settings, is_training=False, not_collective=apart
+            trainer,
+            module,
+            backend,
+            settings,
+            is_training=False,
+            not_collective=apart if agreement is None else None,
         )
         context = RunContext(
             backend,
@@ -188,6 +196,8 @@ class GraphedEvaluation:
             run.carried,
             announce=announce,
             wording=wording_of(stage),
+            agreement=agreement,
+            tries_streams_together=True,
         )
         self._engine: StepEngine[_Outputs] = StepEngine(context, run.guards)
 
@@ -238,10 +248,13 @@ class GraphedEvaluation:
             indices=indices,
             others=_NO_INFERENCE_MODE if torch.is_inference_mode_enabled() else {},
         )
-        phase, outputs = self._engine.step(step)
+        shards = run.replicas.shards
+        with nullcontext() if step.eager_reason else shards.in_place():
+            phase, outputs = self._engine.step(step)
         if phase is Phase.WARMING:
             run.logs.warmed_up(step.signature, batch)
         if outputs is None:
+            shards.evaluated()
             return step.returned[0]
         for attribute in outputs.recomputed:
             attribute.hand_over()

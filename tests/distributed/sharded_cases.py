@@ -8,8 +8,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -23,11 +21,11 @@ from lightning_cudagraph import (
     CaptureError,
     CUDAGraphCallback,
     CUDAGraphError,
-    GraphedStep,
+    PeerError,
+    RunSummary,
     UnsupportedError,
 )
 from tests.distributed.cases import Here
-from tests.distributed.step_cases import _device, _join
 from tests.harness import Net, Trace, assert_same, differences, loader
 
 STEPS = 6
@@ -438,10 +436,102 @@ def several_streams_of_sharded_weights(here: Here) -> None:
         _same_when_sharded(here, build, callback=CUDAGraphCallback(streams=3))
 
 
-def evaluation_of_sharded_weights(here: Here) -> None:
-    """Refused when training starts, not after the first epoch."""
-    with pytest.raises(UnsupportedError, match=r"Evaluation on 2 device.* with `ModelParallelStrategy`"):
-        here.train("graph", CUDAGraphCallback(evaluation=True), **_SHARDED)
+def _same_evaluations(here: Here, build: type[ShardedNet], **kwargs: Any) -> RunSummary:
+    """The summary of a run with graphs of evaluations that is equal to one without."""
+    callback = CUDAGraphCallback(evaluation=True)
+    val_loader = loader(ragged=False, seed=1, batches=12)  # for both
+    asked = _SHARDED | {
+        "build": build,
+        "callback": callback,
+        "val_loader": val_loader,
+        "max_epochs": 5,
+    }
+    here.assert_same_runs(**asked | kwargs)
+    return callback.summary
+
+
+def evaluations_of_sharded_weights(here: Here) -> None:
+    """The first batch of each leaves weights gathered, which the others read."""
+    summary = _same_evaluations(here, ShardedNet)
+    validate = summary.validate
+    assert validate.captures == 1, summary
+    assert validate.replayed >= 20, summary
+    assert [*validate.eager.values()] == [5], summary
+    assert "gathered in the first batch" in next(iter(validate.eager)), summary
+
+
+def evaluations_that_release_all(here: Here) -> None:
+    """No batch is special, but for the very first."""
+    summary = _same_evaluations(here, NetReshardedAlways)
+    assert summary.validate.replayed >= 24, summary
+    assert [*summary.validate.eager.values()] == [1], summary
+
+
+class Swaps(Callback):
+    """Evaluates other weights, written where gathered ones are not renewed."""
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.kept = [(p, p.detach().clone()) for p in pl_module.parameters()]
+        for weight, _ in self.kept:
+            weight.data.mul_(0.5)
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        if batch_idx == 3:
+            with torch.no_grad():
+                for weight, _ in self.kept:
+                    weight.mul_(2.0)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with torch.no_grad():
+            for weight, value in self.kept:
+                weight.copy_(value)
+
+
+def evaluations_of_other_weights(here: Here) -> None:
+    """Writes of sharded weights are not seen by batches that find them gathered already."""
+    summary = _same_evaluations(here, ShardedNet, callbacks=(Swaps(),))
+    assert summary.validate.replayed >= 10, summary
+
+
+def evaluations_without_a_fit(here: Here) -> None:
+    """`trainer.validate`, which has no votes of a fit."""
+
+    def validate(trainer: pl.Trainer, module: Any, _: Any, batches: Any, **kwargs: Any) -> None:
+        module.told = trainer.validate(module, batches, verbose=False)
+
+    callback = CUDAGraphCallback(evaluation=True)
+    asked = _SHARDED | {"val_loader": loader(ragged=False, seed=1 + here.rank, batches=9)}
+    told = []
+    for name, each in (("plain", None), ("graph", callback)):
+        trace = here.train(name, each, fit=validate, use_distributed_sampler=False, **asked)
+        told.append(trace.module.told)  # type: ignore[union-attr]
+    assert told[0] == told[1] != []
+    assert callback.summary.validate.replayed >= 4, callback.summary
+
+
+def evaluations_that_one_refuses(here: Here) -> None:
+    """What one process cannot capture is captured by none."""
+
+    class RefusedOnOne(ShardedNet):
+        def configure_model(self) -> None:
+            super().configure_model()
+            if here.rank == 1:
+                self.scripted = torch.jit.script(nn.ReLU())
+
+    callback = CUDAGraphCallback(evaluation=True, on_unsupported="eager")
+    with pytest.warns(UserWarning, match="eager") if here.rank == 0 else _nothing():
+        here.assert_same_runs(**_SHARDED | {"build": RefusedOnOne, "callback": callback})
+    assert "The module `scripted` is a TorchScript module" in str(callback.summary)
+
+
+def evaluations_of_other_lengths(here: Here) -> None:
+    """One process with a batch less would leave the other in a collective; the vote ends both."""
+    batches = loader(ragged=False, seed=1, batches=6 - here.rank)
+    asked = {"val_loader": batches, "use_distributed_sampler": False}
+    with pytest.raises(PeerError, match="before batch 5 of all evaluations"):
+        here.train("graph", CUDAGraphCallback(evaluation=True), **_SHARDED | asked)
 
 
 def fully_sharded_always(here: Here) -> None:
@@ -466,42 +556,3 @@ def tensor_parallel(here: Here) -> None:
 def fully_sharded_as_one(here: Here) -> None:
     """FSDP1, which Lightning has on GPUs only."""
     _refused_or_eager(here, Whole, FSDPStrategy, "FSDP1 gathers weights")
-
-
-def sharded_steps(here: Here) -> None:
-    """`GraphedStep` on sharded weights, in a plain loop and under Fabric."""
-    _join(here)
-    device = _device(here)
-    mesh = dist.init_device_mesh(device.type, (2,))
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(net(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    x, y = torch.randn(8, 12, device=device), torch.zeros(8, dtype=torch.long, device=device)
-    net: Any = fully_shard(Sharded().net.to(device), mesh=mesh)
-    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    with pytest.raises(UnsupportedError, match=r"split between devices \(`fully_shard`\)"):
-        GraphedStep(step)(x, y)
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    net = parallelize_module(Sharded().net.to(device), mesh, plan)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    with pytest.raises(UnsupportedError, match=r"The parameter `0\.weight` is a `DTensor`"):
-        GraphedStep(step)(x, y)
-
-    def sharded(module: nn.Module, mesh: Any) -> nn.Module:
-        return fully_shard(module, mesh=mesh["data_parallel"])
-
-    strategy = FabricModelParallelStrategy(sharded, data_parallel_size=2, tensor_parallel_size=1)
-    fabric = Fabric(accelerator=here.accelerator, devices=2, strategy=strategy)
-    fabric.launch()
-    net = fabric.setup(Sharded().net)
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters(), lr=1e-2))
-    with pytest.raises(UnsupportedError, match=r"split between devices \(`fully_shard`\)"):
-        GraphedStep(step)(x, y)
-    eager = GraphedStep(step, on_unsupported="eager")
-    assert eager(x, y).isfinite()
-    assert "all calls eager" in str(eager.summary)

@@ -9,11 +9,18 @@ import pytest
 from tests.distributed.launch import assert_cases_of
 
 
-def _assert_all_ok(tmp_path: Path, accelerator: str, *cases: str) -> None:
-    assert_cases_of("sharded_cases", tmp_path, cases, accelerator, timeout_s=600, to_its_end=False)
+STEPS = ("a_loop", "windows_that_wait_once", "passes_in_between", "refused")
+STEPS_LONG = ("windows", "under_fabric")
 
 
-CAPTURED = ("fully_sharded", "fully_sharded_and_not_captured")
+def _assert_all_ok(
+    tmp_path: Path, accelerator: str, *cases: str, of: str = "sharded_cases", size: int = 2
+) -> None:
+    assert_cases_of(of, tmp_path, cases, accelerator, timeout_s=600, size=size, to_its_end=False)
+
+
+CAPTURED = ("fully_sharded", "fully_sharded_and_not_captured", "evaluations_of_sharded_weights")
+
 CAPTURED_LONG = (
     "fully_sharded_in_windows",
     "fully_sharded_always",
@@ -28,7 +35,10 @@ CAPTURED_LONG = (
     "fully_sharded_and_meddled_with",
     "fully_sharded_in_mixed_precision",
     "fully_sharded_in_ways_of_ones_own",
-    "evaluation_of_sharded_weights",
+    "evaluations_that_release_all",
+    "evaluations_of_other_weights",
+    "evaluations_that_one_refuses",
+    "evaluations_of_other_lengths",
 )
 
 
@@ -48,4 +58,24 @@ def test_weights_that_are_split_train_as_without_the_callback(
 def test_split_weights_are_refused_or_trained_eagerly(tmp_path: Path, accelerator: str) -> None:
     # Lightning has FSDP1 on GPUs alone.
     others = () if accelerator == "cpu" else ("fully_sharded_as_one",)
-    _assert_all_ok(tmp_path, accelerator, "tensor_parallel", "sharded_steps", *others)
+    _assert_all_ok(tmp_path, accelerator, "tensor_parallel", *others)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(STEPS, id="some"),
+        pytest.param(STEPS_LONG, id="more", marks=pytest.mark.long),
+    ],
+)
+def test_steps_on_split_weights(tmp_path: Path, accelerator: str, cases: tuple[str, ...]) -> None:
+    _assert_all_ok(tmp_path, accelerator, *cases, of="sharded_step_cases")
+
+
+def test_split_weights_of_one_process(tmp_path: Path, accelerator: str) -> None:
+    _assert_all_ok(tmp_path, accelerator, "alone", of="sharded_step_cases", size=1)
+
+
+@pytest.mark.long
+def test_evaluations_of_split_weights_without_a_fit(tmp_path: Path, accelerator: str) -> None:
+    _assert_all_ok(tmp_path, accelerator, "evaluations_without_a_fit")

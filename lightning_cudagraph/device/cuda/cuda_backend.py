@@ -141,9 +141,10 @@ class CudaBackend:
         self.flow = sentry.flow = RecordedFlow("cuda", self.position) if self.records_flow else None
 
         def resized(storage: torch.UntypedStorage, size_bytes: int) -> None:
-            for each in (branches and branches.resized, self.flow and self.flow.bar):
-                if each is not None:
-                    each()
+            if branches is not None:
+                branches.resized()
+            if self.flow is not None:
+                self.flow.bar()
 
         failure: BaseException | None = None
         broken: Exception | None = None

@@ -99,6 +99,8 @@ class EmulatedGraph:
         self._ops = 0
         self._replays = 0
         self.written: list[Tensor] = []
+        # The sizes at the first resize of each storage: a replay begins with these.
+        self._sizes: dict[int, Resize] = {}
 
     @staticmethod
     def recording() -> EmulatedGraph | None:
@@ -120,6 +122,11 @@ class EmulatedGraph:
         self.tape.add(op, placed, result, inputs)
         self._ops += 1
 
+    def add_resize(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        """Add a resize of a storage, which all later ops come after: memory changes hands."""
+        self._sizes.setdefault(int(storage._cdata), Resize(storage, storage.nbytes()))
+        self.tape.add(Resize(storage, size_bytes), None)
+
     def cut(self) -> None:
         """End this part at a graph break, and begin the next."""
         self._parts.append(Tape(self._streams))
@@ -135,6 +142,8 @@ class EmulatedGraph:
         Ops on several streams run in another order in each replay.
         """
         self._replays += 1
+        for size in self._sizes.values():
+            size.run()
         for index, (part, work) in enumerate(zip(self._parts, self.work, strict=True)):
             if index > 0 and between is not None:
                 between(index - 1)
@@ -149,6 +158,7 @@ class EmulatedGraph:
         self._parts = [Tape(self._streams)]
         self.work = [HostWork()]
         self.written.clear()
+        self._sizes.clear()
 
     def barriers(self) -> dict[str, int]:
         """The ops that made all streams wait, with their counts."""

@@ -112,8 +112,8 @@ class OpRecorder(Sentry):
             )
 
     def resized(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        """Record a resize of a storage, which all later ops come after, because memory changes hands."""
+        """Record a resize of a storage."""
         self._undo.before_resize(storage)
-        self._graph.tape.add(Resize(storage, size_bytes), None)
+        self._graph.add_resize(storage, size_bytes)
         if self.flow is not None:
             self.flow.bar()

@@ -14,12 +14,18 @@ from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.backend_for import backend_for
 from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.processes.agreement import Agreement
 from lightning_cudagraph.processes.nccl import check_nccl
+from lightning_cudagraph.processes.shards import sharded_modules
 from lightning_cudagraph.trainer.captured_modules.fallback import Fallback
 from lightning_cudagraph.trainer.captured_modules.training import ModulesTraining
-from lightning_cudagraph.trainer.common.fit_processes import FitProcesses, wrapped_on_side_stream
+from lightning_cudagraph.trainer.common.fit_processes import (
+    EvaluationProcesses,
+    FitProcesses,
+    wrapped_on_side_stream,
+)
 from lightning_cudagraph.trainer.config.settings import Settings
-from lightning_cudagraph.trainer.config.support import Stage, check_run, check_where_evaluated
+from lightning_cudagraph.trainer.config.support import Stage, check_run
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
 from lightning_cudagraph.trainer.manual.training import ManualTraining
 from lightning_cudagraph.trainer.training.loop import GraphedTraining
@@ -80,8 +86,6 @@ class CapturedRuns:
             check_run(trainer, module, is_whole=not has_modules)
             if processes.agreement is not None:
                 check_nccl(trainer.strategy.root_device)
-            if asked["evaluation"] and settings.raise_unsupported:
-                check_where_evaluated(trainer)  # raise now, not after the first epoch
             backend = self.backend(trainer, asked["backend"])
             modules = ModulesTraining(trainer, module, backend, settings) if has_modules else None
             training = (
@@ -168,9 +172,31 @@ class CapturedRuns:
         settings: Settings,
         stage: Stage,
     ) -> None:
-        if self.evaluation is None:
-            found = self.backend(trainer, backend)
-            self.evaluation = GraphedEvaluation(trainer, module, found, settings, stage)
+        if self.evaluation is not None:
+            return
+        found = self.backend(trainer, backend)
+        processes = self._voting(trainer) if sharded_modules(trainer.strategy.model) else None
+        agreement: Agreement | None = None
+        if processes is not None and processes.agreement is not None:
+            agreement = EvaluationProcesses(processes)
+        evaluation: GraphedEvaluation | None = None
+        refused: UnsupportedError | None = None
+        try:
+            evaluation = GraphedEvaluation(trainer, module, found, settings, stage, agreement)
+        except UnsupportedError as error:
+            refused = error
+        if processes is not None:
+            processes.compare_evaluations(refused)
+        if refused is not None:
+            raise refused
+        self.evaluation = evaluation
+
+    def _voting(self, trainer: pl.Trainer) -> FitProcesses:
+        """The processes, which vote: those of a `fit` with graphs do already."""
+        if self.processes is None:
+            self.processes = FitProcesses(trainer)
+            self.processes.start()
+        return self.processes
 
     def evaluate(self) -> None:
         """Begin an evaluation, in a `fit` or on its own."""

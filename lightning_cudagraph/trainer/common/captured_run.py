@@ -127,8 +127,11 @@ class CapturedRun:
         """Return the tracker of Lightning's loop that counts optimizer steps; None in an evaluation."""
 
     def guarded_values(self) -> GuardedValues:
+        state, shards = self.metrics.state, self.replicas.shards
         return GuardedValues(
-            self.metrics.state.described, self.precision, lambda: (self.metrics.state.fits(),)
+            lambda: {**state.described(), **shards.described()},
+            self.precision,
+            lambda: (state.fits(), *shards.settings()),
         )
 
     def outside(self) -> OutsideModel:

@@ -18,7 +18,8 @@ Here the signal is part of the vote, and all processes end after the same batch.
 validation and at the end of an epoch. Each vote contains the position in the run, because a process
 elsewhere would wait in collectives that the others do not launch.
 
-There are no votes inside an evaluation, because processes may have different numbers of batches in it.
+There are no votes inside an evaluation, because processes may have different numbers of batches in it;
+except with sharded weights, which no process can gather alone, in `fit` or outside of it.
 Once all processes have the signal, an evaluation ends, after the same batch if all have equally many. If
 only some processes have it, the run ends after the next training batch or at the end of the epoch.
 """
@@ -57,12 +58,14 @@ T = TypeVar("T")
 _log = logging.getLogger(signal_connector.__name__)
 
 # The positions in a run at which processes vote.
-_STEP, _EPOCH_END, _VALIDATION = range(3)
+_STEP, _EPOCH_END, _VALIDATION, _EVALUATION = range(4)
 _PLACES = (
     "before batch {0} of the epoch",
     "at the end of the epoch, after batch {0}",
     "before a validation, after batch {0}",
+    "before batch {0} of all evaluations",
 )
+_TIMEOUT = timedelta(minutes=30)
 # The lengths of accumulation windows are compared modulo this number.
 _WINDOWS = 1 << 8
 
@@ -113,7 +116,7 @@ def _check_same_place(lowest: Vote, highest: Vote) -> None:
 
 
 class FitProcesses:
-    """The `Agreement` of the processes of a `fit`; without effect if there is one process."""
+    """The `Agreement` of the processes of a run; without effect if there is one process."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -147,17 +150,25 @@ class FitProcesses:
         asked["`Trainer(accumulate_grad_batches=...)`"] = str(self._trainer.accumulate_grad_batches)
         self._peers.compare(asked, refused)
 
+    def compare_evaluations(self, refused: UnsupportedError | None) -> None:
+        """Refuse graphs of evaluations if one process has none."""
+        if self._peers is not None:
+            self._peers.compare({}, refused)
+
     def install(self) -> None:
         """Vote before each step from now on."""
         if self._peers is None:
             return
-        trainer = self._trainer
-        timeout = getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)
-        self._peers.start(timeout)
-        loop = trainer.fit_loop.epoch_loop
+        self.start()
+        loop = self._trainer.fit_loop.epoch_loop
         patch_method(loop, "_broadcast_sigterm_tensor", lambda: None, self._patches)
         self._take_sigterm()
-        self._votes = True
+
+    def start(self) -> None:
+        """Begin to vote, and leave signals to Lightning."""
+        if self._peers is not None:
+            self._peers.start(getattr(self._trainer.strategy, "_timeout", None) or _TIMEOUT)
+            self._votes = True
 
     def fail(self, error: BaseException) -> None:
         """End the other processes too, because of `error`."""
@@ -181,32 +192,36 @@ class FitProcesses:
 
     def end_epoch(self) -> None:
         """Vote at the end of an epoch: the last chance to do so in a run."""
-        self._vote_at(_EPOCH_END)
+        self.vote_at(_EPOCH_END)
 
     def begin_validation(self) -> None:
         """Vote before a validation, which may launch its own collectives."""
-        self._vote_at(_VALIDATION)
+        self.vote_at(_VALIDATION)
 
     def vote(self, intent: Intent) -> tuple[Intent, Intent]:
-        return self._vote_at(_STEP, intent)
+        return self.vote_at(_STEP, intent)
 
     def gather(self, mine: T) -> list[T]:
         """Gather an object of each process; see `Agreement`."""
         assert self._peers is not None
         return self._peers.gather(mine)
 
-    def _vote_at(self, place: int, intent: Intent = Intent.REPLAY) -> tuple[Intent, Intent]:
+    def vote_at(
+        self, place: int, intent: Intent = Intent.REPLAY, ready: int | None = None
+    ) -> tuple[Intent, Intent]:
+        """Vote at a place, after so many batches: by default, those of the epoch."""
         if self._peers is None or not self._votes:
             return intent, intent
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         window = self._trainer.accumulate_grad_batches % _WINDOWS
-        where = (progress.current.ready * len(_PLACES) + place) * _WINDOWS + window
+        ready = progress.current.ready if ready is None else ready
+        where = (ready * len(_PLACES) + place) * _WINDOWS + window
         is_last = int(progress.is_last_batch)
         lowest, highest = self._peers.vote(Vote(intent, int(self._sigterm), is_last, where))
         if lowest is not highest:
             _check_same_place(lowest, highest)
         # A validation is ended by `pause`.
-        if highest.sigterm and place != _VALIDATION:
+        if highest.sigterm and place not in (_VALIDATION, _EVALUATION):
             self._end()
         return Intent(lowest.intent), Intent(highest.intent)
 
@@ -240,3 +255,19 @@ class FitProcesses:
         if not self._sigterm and isinstance(strategy, DDPStrategy) and strategy.launcher is not None:
             strategy.launcher.kill(signum)
         self._sigterm = True
+
+
+class EvaluationProcesses:
+    """The `Agreement` of the processes of a run on the batches of its evaluations."""
+
+    def __init__(self, processes: FitProcesses) -> None:
+        self._processes = processes
+        self._batches = 0
+
+    def vote(self, intent: Intent) -> tuple[Intent, Intent]:
+        self._batches += 1
+        return self._processes.vote_at(_EVALUATION, intent, self._batches)
+
+    def gather(self, mine: T) -> list[T]:
+        """Gather an object of each process; see `Agreement`."""
+        return self._processes.gather(mine)

@@ -65,7 +65,7 @@ class Replicas(CollectiveState):
         """Return the reason why the next batch of an evaluation must run eagerly; or an empty text."""
         if any(ddp.modules_buffers and ddp.will_sync_module_buffers() for ddp in self.wrappers):
             return "buffers are broadcast in the first batch of an evaluation"
-        return ""
+        return self.shards.reason_in_evaluation()
 
     def evaluated(self) -> None:
         """Set the state on the host that an eager batch of an evaluation leaves."""

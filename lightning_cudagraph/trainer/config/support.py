@@ -106,20 +106,9 @@ def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Sta
     """Raise `UnsupportedError` for evaluations not known to have the same numbers with a graph."""
     require(CAPTURES, EVALUATION)
     _check_placement(trainer)
-    check_where_evaluated(trainer)
     _check_precision(trainer)
     _check_batches(module, f"{stage}_step")
     _check_modules(trainer, module)
-
-
-def check_where_evaluated(trainer: pl.Trainer) -> None:
-    """Raise `UnsupportedError` for evaluations with sharded weights."""
-    if isinstance(trainer.strategy, ModelParallelStrategy):
-        name = type(trainer.strategy).__qualname__
-        raise UnsupportedError(
-            f"Evaluation on {trainer.world_size} device(s) with `{name}` is not captured yet.",
-            "Leave out `evaluation=True`.",
-        )
 
 
 def _check_placement(trainer: pl.Trainer, is_whole: bool = True) -> None:
