@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cudagraph import BatchError, ConfigurationError, CUDAGraphCallback, UnsupportedError
@@ -267,10 +268,6 @@ def test_a_backend_of_another_device(tmp_path: Path, accelerator: str) -> None:
         train(make(Net), tmp_path, CUDAGraphCallback(backend=other), accelerator=accelerator)
 
 
-def _powersgd(state: Any, bucket: Any) -> Any:
-    raise NotImplementedError
-
-
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
@@ -280,8 +277,8 @@ def _powersgd(state: Any, bucket: Any) -> Any:
             r"`DDPStrategy\(mixed_precision=\.\.\.\)`",
         ),
         (
-            DDPStrategy(ddp_comm_hook=_powersgd),
-            "(?s)ddp_comm_hook=_powersgd.*bf16_compress_hook",
+            DDPStrategy(ddp_comm_hook=powerSGD_hook),
+            "ddp_comm_hook=.*powerSGD_hook.*of a library.*bf16_compress_hook",
         ),
     ],
     ids=["FSDP", "mixed precision", "comm hook"],

@@ -24,6 +24,7 @@ from lightning_cudagraph.capture.signatures.sizes import Sizes
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
+from lightning_cudagraph.checks.guards.hooks import roots_of_comm_hooks
 from lightning_cudagraph.checks.guards.structure import Identity
 from lightning_cudagraph.checks.guards.switches import refuse_inference_mode
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
@@ -311,7 +312,11 @@ class StepRun:
                 lambda: [*optimizers.stepped(), *framework.callees()],
                 # `OptimizerSteps` compares the options, which schedulers of manual optimization move.
                 lambda: [*optimizer_roots(optimizers.stepped(), with_options=False)],
-                lambda: [*optimizers.read(), Root(self._function, name, "the step")],
+                lambda: [
+                    *optimizers.read(),
+                    *roots_of_comm_hooks(self._replicas.own_hooks),
+                    Root(self._function, name, "the step"),
+                ],
             ),
         )
         engine: StepEngine[StepResult] = StepEngine(

@@ -6,8 +6,11 @@ set after each replay. The hooks of sharded weights have state of their own (`sh
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FunctionType
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_cudagraph.compat.attributes import do_nothing
 from lightning_cudagraph.compat.features import REPLICAS
 from lightning_cudagraph.compat.tables import require
+from lightning_cudagraph.device.lines.user_lines import is_users
 from lightning_cudagraph.device.sentry.tables import table_of_a_wrapper
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.shards import Shards
@@ -27,8 +31,9 @@ from lightning_cudagraph.processes.unused_parameters import (
     table_of,
 )
 
-# Communication hooks without state between steps.
-COMM_HOOKS = (
+# Communication hooks of torch's without state between steps. Its others count steps on the host, and
+# wait for the device.
+_COMM_HOOKS = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
@@ -74,6 +79,16 @@ class CollectiveState:
         # A wrapper that averages nothing (a teacher under `no_grad`) has no iterations.
         averaging = [number for number in iterations if number > 0] or iterations
         return self._averaged_steps >= _SORTED_AFTER and min(averaging, default=_TIMED) >= _TIMED
+
+    @property
+    def own_hooks(self) -> list[tuple[Any, Any]]:
+        """The communication hooks of the user's own, each with its state."""
+        return [
+            (hook, state)
+            for ddp in self.wrappers
+            for hook, state in ddp._comm_hooks
+            if hook not in _COMM_HOOKS
+        ]
 
     def ran(self) -> None:
         """Note that an eager step has run."""
@@ -157,9 +172,27 @@ def _is_unfinished(ddp: DistributedDataParallel) -> bool:
     return False
 
 
+def check_comm_hook(what: str, hook: Any) -> None:
+    """Refuse a communication hook of a library that may keep something; the user's own is audited."""
+    function = inspect.unwrap(getattr(hook, "__func__", hook))
+    is_own = isinstance(function, FunctionType) and is_users(function.__code__, function.__globals__)
+    if hook in _COMM_HOOKS or is_own:
+        return
+    raise UnsupportedError(
+        f"{what} `{_name_of(hook)}`, which runs Python of a library in every backward pass, and may keep"
+        " something from step to step, or wait for the device.",
+        "Use a function or method of your own, or one of"
+        " `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, such as `bf16_compress_hook`.",
+    )
+
+
+def _name_of(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
 def hooks_of(ddp: DistributedDataParallel) -> tuple[str, ...]:
     """The communication hooks of a wrapper, by name."""
-    return tuple(hook.__qualname__ for hook, _ in ddp._comm_hooks)
+    return tuple(_name_of(hook) for hook, _ in ddp._comm_hooks)
 
 
 def check_wrapper(
@@ -184,13 +217,7 @@ def check_wrapper(
                 "Leave it out.",
             )
     for hook, _ in ddp._comm_hooks[known_hooks:]:
-        if hook not in COMM_HOOKS:
-            raise UnsupportedError(
-                f"{what} has the communication hook `{getattr(hook, '__qualname__', hook)}`, which runs"
-                " Python in every backward pass, and may keep something from step to step.",
-                "Use one of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, such as"
-                " `bf16_compress_hook`.",
-            )
+        check_comm_hook(f"{what} has the communication hook", hook)
     group = ddp.process_group
     size, world_size = dist.get_world_size(group), dist.get_world_size()
     if size != world_size:

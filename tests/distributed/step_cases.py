@@ -602,10 +602,10 @@ class WithStaticGraph(Plain):
     wrapper: ClassVar[dict[str, Any]] = {"static_graph": True}
 
 
-class WithOwnHook(Plain):
+class WithHookOfTorch(Plain):
     def build(self) -> None:
         super().build()
-        self.net.register_comm_hook(None, _own_hook)
+        self.net.register_comm_hook(None, _HOOK_OF_TORCH)
 
 
 class Joins(Plain):
@@ -616,11 +616,8 @@ class Joins(Plain):
             return super().run(graphed)
 
 
-def _own_hook(state: Any, bucket: Any) -> Any:
-    return default_hooks.allreduce_hook(None, bucket)
-
-
-_own_hook.__annotations__.clear()  # torch compares them, and these are texts
+# A hook of torch's that is not known to be without state.
+_HOOK_OF_TORCH = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
 
 
 class WithPartOfTheProcesses(Plain):
@@ -634,7 +631,7 @@ def wrappers_that_are_refused(here: Here) -> None:
     """Each with its reason; or all calls are eager, with equal results."""
     for loop, reason in (
         (WithStaticGraph, "with `static_graph` is not known"),
-        (WithOwnHook, "`_own_hook`, which runs Python"),
+        (WithHookOfTorch, "fp16_compress_wrapper_hook`, which runs Python of a library"),
         (WithPartOfTheProcesses, "averages over 1 of the 2 processes"),
     ):
         with pytest.raises(UnsupportedError, match=f"(?s){reason}"):
@@ -932,16 +929,16 @@ class HookedLater(Plain):
             self.net.register_comm_hook(None, self.hook)
 
 
-class WithOwnHookLater(HookedLater):
-    hook: Any = staticmethod(_own_hook)
+class WithHookOfTorchLater(HookedLater):
+    hook: Any = staticmethod(_HOOK_OF_TORCH)
 
 
 def a_hook_in_the_middle_of_the_loop(here: Here) -> None:
     """Calls with it are another specialization, with graphs of its own or none."""
     _same(here, HookedLater, STEPS - WARM_UP - 3)
-    plain, _ = WithOwnHookLater(here).run(graphed=False)
+    plain, _ = WithHookOfTorchLater(here).run(graphed=False)
     for unsupported in ("raise", "eager"):
-        loop = WithOwnHookLater(here)
+        loop = WithHookOfTorchLater(here)
         loop.kwargs = {"on_unsupported": unsupported}  # type: ignore[misc]
         graphed, step = loop.run(graphed=True)
         assert step.summary.calls.replayed == 4, step.summary

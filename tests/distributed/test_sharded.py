@@ -8,7 +8,6 @@ import pytest
 
 from tests.distributed.launch import assert_cases_of
 
-
 STEPS = ("a_loop", "windows_that_wait_once", "passes_in_between", "refused")
 STEPS_LONG = ("windows", "under_fabric")
 

@@ -52,6 +52,8 @@ AGREED_LONG = (
     "a_guard_in_one_process",
     "collectives_that_are_refused",
 )
+HOOKS = ("of_low_rank", "refused")
+HOOKS_LONG = ("state_on_the_device", "options_of_the_host", "under_the_callback")
 OVER_SOCKETS = (
     "another_shape_over_sockets",
     "an_error_in_one_process_over_sockets",
@@ -69,6 +71,17 @@ def test_processes_train_as_without_graphs(
     tmp_path: Path, accelerator: str, cases: tuple[str, ...]
 ) -> None:
     assert_cases_of("step_cases", tmp_path, cases, accelerator, timeout_s=400, to_its_end=False)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(HOOKS, id="same numbers"),
+        pytest.param(HOOKS_LONG, id="more", marks=pytest.mark.long),
+    ],
+)
+def test_communication_hooks(tmp_path: Path, accelerator: str, cases: tuple[str, ...]) -> None:
+    assert_cases_of("hook_cases", tmp_path, cases, accelerator, timeout_s=400, to_its_end=False)
 
 
 @pytest.mark.parametrize(

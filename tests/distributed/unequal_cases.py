@@ -171,24 +171,32 @@ class HookedBefore(HookedByHand):
 
 
 def _of_the_users(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations in words
-    """A hook that may have state."""
+    """A hook that is audited."""
     return default_hooks.allreduce_hook(state, bucket)
 
 
+# A hook of torch's that is not known to be without state.
+_OF_TORCH = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+
+
 def hooks_by_hand(here: Here) -> None:
-    """Hooks without state are captured; others are refused, or the fit goes on eagerly with them."""
+    """Known ones and the user's are captured; others are refused, or leave the fit eager."""
     known = default_hooks.allreduce_hook
     plain = here.train("plain", None, callbacks=(HookedBefore(known),), max_epochs=4)
-    graph = here.train("graph", CUDAGraphCallback(), callbacks=(HookedBefore(known),), max_epochs=4)
-    assert_same(plain, graph, ignore=("_ms/",))
-    assert graph.counts.replayed >= 10, graph.counts
-    reason = "communication hook `_of_the_users`"
-    before = HookedBefore(_of_the_users)
+    for hook in (known, _of_the_users):
+        callbacks = (HookedBefore(hook),)
+        graph = here.train(hook.__name__, CUDAGraphCallback(), callbacks=callbacks, max_epochs=4)
+        assert_same(plain, graph, ignore=("_ms/",))
+        assert graph.counts.replayed >= 10, graph.counts
+    reason = "fp16_compress_wrapper_hook`, which runs Python of a library"
+    before = HookedBefore(_OF_TORCH)
     refused = here.train(
         "before", CUDAGraphCallback(), callbacks=(before,), max_epochs=4, raises=UnsupportedError
     )
     assert reason in str(refused.error), refused.error
-    later = HookedByHand(_of_the_users, step=20)
+    callbacks = (HookedByHand(_OF_TORCH, step=20),)
+    plain = here.train("plain with it", None, callbacks=callbacks, max_epochs=4)
+    later = HookedByHand(_OF_TORCH, step=20)
     eager = here.train("later", CUDAGraphCallback(), callbacks=(later,), max_epochs=4)
     assert_same(plain, eager, ignore=("_ms/",))
     assert any(reason in why for why in eager.counts.eager), eager.counts
@@ -211,7 +219,7 @@ class WrapsItself(DDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         ddp = DistributedDataParallel(model)
-        ddp.register_comm_hook(None, _of_the_users)
+        ddp.register_comm_hook(None, _OF_TORCH)
         return ddp
 
 
@@ -219,7 +227,7 @@ def a_strategy_that_wraps_by_itself(here: Here) -> None:
     """The wrapper itself is checked."""
     callback = CUDAGraphCallback()
     refused = here.train("graph", callback, strategy=WrapsItself, raises=UnsupportedError)
-    assert "communication hook `_of_the_users`" in str(refused.error), refused.error
+    assert "fp16_compress_wrapper_hook`, which runs" in str(refused.error), refused.error
     assert "`DistributedDataParallel`" in str(refused.error), refused.error
 
 

@@ -24,6 +24,7 @@ import torch
 from tests.distributed import (
     cases,
     evaluation_cases,
+    hook_cases,
     model_cases,
     module_cases,
     sharded_cases,
@@ -53,6 +54,7 @@ _IGNORED = (
 # Begin with their name.
 _OF_OTHER_NAMES = (
     evaluation_cases,
+    hook_cases,
     module_cases,
     sharded_cases,
     sharded_step_cases,

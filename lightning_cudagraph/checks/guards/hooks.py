@@ -71,6 +71,15 @@ class HookRoots:
             yield Root(called, path, of, by_name=not is_users, behind=names)
 
 
+def roots_of_comm_hooks(hooks: Iterable[tuple[Any, Any]]) -> Iterator[Root]:
+    """Roots for communication hooks, and for the state that each is given."""
+    for hook, state in hooks:
+        of = f"the communication hook `{name_of_hook(hook)}`"
+        yield Root(hook, getattr(hook, "__name__", ""), of)
+        if state is not None:
+            yield Root(state, "state", of)
+
+
 def _owner(called: Any) -> Any:
     while isinstance(called, partial):
         called = called.func

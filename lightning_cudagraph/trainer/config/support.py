@@ -32,7 +32,7 @@ from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.refusals.first_refusal import refuse_together
 from lightning_cudagraph.errors import UnsupportedError, see
 from lightning_cudagraph.optim.compiled import is_compiled
-from lightning_cudagraph.processes.ddp import COMM_HOOKS, check_wrapper
+from lightning_cudagraph.processes.ddp import check_comm_hook, check_wrapper
 from lightning_cudagraph.processes.shards import check_shards
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy, supported_base
 
@@ -158,16 +158,11 @@ def _check_ddp(strategy: DDPStrategy) -> None:
             "Leave it out.",
         )
     for name, value, known in (
-        ("ddp_comm_hook", strategy._ddp_comm_hook, COMM_HOOKS),
+        ("ddp_comm_hook", strategy._ddp_comm_hook, ()),
         ("ddp_comm_wrapper", strategy._ddp_comm_wrapper, _COMM_WRAPPERS),
     ):
         if value is not None and value not in known:
-            raise UnsupportedError(
-                f"`DDPStrategy({name}={getattr(value, '__qualname__', value)})` runs Python in every"
-                " backward pass, and may keep something from step to step.",
-                "Use one of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`, such as"
-                " `bf16_compress_hook`.",
-            )
+            check_comm_hook(f"`DDPStrategy({name}=...)` is", value)
     # Read from the group itself, because it may be older than the strategy.
     backend = dist.get_backend_config() if dist.is_initialized() else "cuda:nccl"
     if strategy.root_device.type == "cuda" and "cuda:nccl" not in backend:

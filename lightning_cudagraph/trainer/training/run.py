@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_cudagraph.checks.guards.guards import GuardedValues, OutsideModel
+from lightning_cudagraph.checks.guards.hooks import roots_of_comm_hooks
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.trainer.common.captured_run import CapturedRun
 from lightning_cudagraph.trainer.logs.shown import ShownValues
@@ -64,5 +65,8 @@ class TrainingRun(CapturedRun):
             parameters=lambda: part.optimizer.named_parameters(),
             containers=lambda: part.optimizer.places(),
             callees=lambda: [part.optimizer.optimizer, *outside.callees()],
-            read=lambda: part.optimizer.read() if part.optimizer.is_inspected else [],
+            read=lambda: [
+                *(part.optimizer.read() if part.optimizer.is_inspected else []),
+                *roots_of_comm_hooks(self.replicas.own_hooks),
+            ],
         )
