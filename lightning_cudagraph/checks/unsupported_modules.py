@@ -74,8 +74,8 @@ def _refuse_sharded(model: nn.Module, sharded: bool) -> None:
             raise UnsupportedError(
                 f"The weights of the {named} are split between devices ({_SHARDED[kind]}),"
                 " and gathered in every step, into memory that Python hooks resize and free.",
-                "Use `DistributedDataParallel`, if the model fits on one device; or, for `fully_shard`,"
-                " the `CUDAGraphCallback` with Lightning's `ModelParallelStrategy`.",
+                "Use `DistributedDataParallel`, if the model fits on one device; or `fully_shard`, with"
+                " Lightning's `ModelParallelStrategy` or in a `GraphedStep`.",
             )
     found: tuple[tuple[str, Iterable[tuple[str, Any]]], ...] = (
         ("parameter", model.named_parameters()),

@@ -40,7 +40,7 @@ STRATEGIES = (
     Row(
         ("ModelParallelStrategy",),
         captured="the whole step with its all-gathers and reduce-scatters, in all processes together,"
-        " whatever `reshard_after_forward` is (by the callback; `GraphedStep` refuses sharded weights)",
+        " whatever `reshard_after_forward` is",
         variant="fully_shard (FSDP2)",
     ),
     Row(
