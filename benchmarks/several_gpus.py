@@ -6,8 +6,8 @@ the mean step time, and the speedup over eager, taken round by round.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.several_gpus
 
-The strategy is DDP; with `--sharded`, `fully_shard` is called on each member of the module's lists of
-layers, and on the module itself.
+The strategy is DDP; with `--sharded`, `fully_shard` is called on each member of the module's outermost
+lists and sequences of layers, and on the module itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,14 +71,20 @@ def _batches(workload: Workload, steps: int, tiny: bool) -> DataLoader[Any]:
     return DataLoader(every, batch_size=None)
 
 
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists and sequences of a module."""
+    for child in module.children():
+        is_list = isinstance(child, (nn.ModuleList, nn.Sequential))
+        yield from child.children() if is_list else _layers(child)
+
+
 def _sharded(module: pl.LightningModule) -> pl.LightningModule:
     """Let a module split its weights between the processes, when it is set up."""
 
     def configure_model() -> None:
         mesh = module.device_mesh["data_parallel"]
-        for layers in (each for each in module.modules() if isinstance(each, nn.ModuleList)):
-            for layer in layers:
-                fully_shard(layer, mesh=mesh)
+        for layer in _layers(module):
+            fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
 
     module.configure_model = configure_model  # type: ignore[method-assign]

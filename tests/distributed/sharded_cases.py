@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.loops import utilities
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -26,7 +28,7 @@ from lightning_cudagraph import (
     UnsupportedError,
 )
 from tests.distributed.cases import Here
-from tests.harness import Net, Trace, assert_same, differences, loader
+from tests.harness import Net, Trace, assert_same, cosine, differences, loader
 
 STEPS = 6
 
@@ -184,7 +186,9 @@ _SHARDED: dict[str, Any] = {
 }
 
 
-def _same_when_sharded(here: Here, build: type[ShardedNet], captures: int = 1, **kwargs: Any) -> Trace:
+def _same_when_sharded(
+    here: Here, build: Callable[[], ShardedNet], captures: int = 1, **kwargs: Any
+) -> Trace:
     _, graph = here.assert_same_runs(**_SHARDED | {"build": build} | kwargs)
     assert graph.counts.captures == captures, graph.counts
     assert graph.counts.replayed >= 10, graph.counts
@@ -194,6 +198,20 @@ def _same_when_sharded(here: Here, build: type[ShardedNet], captures: int = 1, *
 def fully_sharded(here: Here) -> None:
     """FSDP2, with the outermost module's weights gathered from forward to backward pass."""
     _same_when_sharded(here, ShardedNet)
+
+
+def fully_sharded_with_default_optimizers(here: Here) -> None:
+    """Lists of tensors with numbers in tensors, on a schedule."""
+    for make in (torch.optim.AdamW, torch.optim.Adam, _with_momentum):
+
+        def built(make: Any = make) -> Any:
+            return ShardedNet(lambda parameters: make(parameters, lr=1e-2), cosine)
+
+        _same_when_sharded(here, built)
+
+
+def _with_momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.1)
 
 
 def fully_sharded_in_windows(here: Here) -> None:
@@ -496,7 +514,14 @@ def evaluations_of_other_weights(here: Here) -> None:
 
 
 def evaluations_without_a_fit(here: Here) -> None:
-    """`trainer.validate`, which has no votes of a fit."""
+    """`trainer.validate`, which has no votes of a fit; and in inference mode, as with NCCL."""
+    _evaluated_alone(here, "with gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilities, "_distributed_is_initialized", lambda: False)
+        _evaluated_alone(here, "in inference mode")
+
+
+def _evaluated_alone(here: Here, how: str) -> None:
 
     def validate(trainer: pl.Trainer, module: Any, _: Any, batches: Any, **kwargs: Any) -> None:
         module.told = trainer.validate(module, batches, verbose=False)
@@ -505,7 +530,7 @@ def evaluations_without_a_fit(here: Here) -> None:
     asked = _SHARDED | {"val_loader": loader(ragged=False, seed=1 + here.rank, batches=9)}
     told = []
     for name, each in (("plain", None), ("graph", callback)):
-        trace = here.train(name, each, fit=validate, use_distributed_sampler=False, **asked)
+        trace = here.train(f"{name} {how}", each, fit=validate, use_distributed_sampler=False, **asked)
         told.append(trace.module.told)  # type: ignore[union-attr]
     assert told[0] == told[1] != []
     assert callback.summary.validate.replayed >= 4, callback.summary

@@ -21,6 +21,7 @@ def _assert_all_ok(
 CAPTURED = ("fully_sharded", "fully_sharded_and_not_captured", "evaluations_of_sharded_weights")
 
 CAPTURED_LONG = (
+    "fully_sharded_with_default_optimizers",
     "fully_sharded_in_windows",
     "fully_sharded_always",
     "fully_sharded_never",

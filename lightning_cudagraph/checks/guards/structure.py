@@ -244,8 +244,11 @@ def _described(name: str, parameter: nn.Parameter) -> dict[str, Any]:
 def _tables_of_node(parameter: nn.Parameter) -> list[dict[int, Any]]:
     """The tables of hooks of the node that accumulates a gradient, but for the tensor's own.
 
-    Only the garbage collector shows them. A node that nothing holds has none.
+    Only the garbage collector shows them. A node that nothing holds has none, and a weight that
+    `fully_shard` has made in inference mode has no node.
     """
+    if parameter.is_inference():
+        return []
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     own = [getattr(parameter, kind, None) for kind in TENSOR_HOOKS]

@@ -16,6 +16,7 @@ from lightning_cudagraph.device.refusals.forbidden_ops import STORAGE
 from lightning_cudagraph.device.saved_memory import SavedMemory
 from lightning_cudagraph.device.sentry.collectives import is_collective, only_wraps, returned_unrun
 from lightning_cudagraph.device.sentry.sentry import Sentry
+from lightning_cudagraph.device.streams.accesses import is_fake
 from lightning_cudagraph.device.taped_op import TapedOp, addressed
 from lightning_cudagraph.errors import AskedFor
 from lightning_cudagraph.tensors.writes import tensors_in, written_by
@@ -48,11 +49,6 @@ class Undo(SavedMemory):
 _WRAPPER = ("which consists of other tensors, on the CPU emulator", "Use plain tensors on a CPU.")
 
 
-def _is_fake(tensor: Tensor) -> bool:
-    """True for a tensor without memory, with which DTensor infers the result of an op."""
-    return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
-
-
 class OpRecorder(Sentry):
     """Mode that records ops below autograd and autocast: the kernels that a GPU would launch."""
 
@@ -73,7 +69,7 @@ class OpRecorder(Sentry):
         for kind in {type(tensor) for tensor in wrappers if is_traceable_wrapper_subclass(tensor)}:
             forbid(f"a `{kind.__qualname__}`, {_WRAPPER[0]}", _WRAPPER[1], user_location())
         placed = self._graph.tape.place(func, args, kwargs)
-        fake = any(map(_is_fake, inputs))
+        fake = any(map(is_fake, inputs))
         if not fake:
             self._undo.before(inputs)
         known: dict[int, Tensor] = {}
@@ -81,7 +77,7 @@ class OpRecorder(Sentry):
         frozen_kwargs = {name: addressed(value, known) for name, value in kwargs.items()}
         result = returned_unrun(func, args) if collective else func(*args, **kwargs)
         outputs = tensors_in(result)
-        if fake or any(map(_is_fake, outputs)):
+        if fake or any(map(is_fake, outputs)):
             if placed is not None:
                 self._graph.tape.add(None, placed)
             return result

@@ -118,7 +118,7 @@ def made_by(result: Any, tensors: list[Tensor], device_type: str) -> list[Tensor
     known = {tensor.untyped_storage()._cdata for tensor in tensors}
     made: dict[int, Tensor] = {}
     for leaf in tree_iter(result):
-        for piece in pieces(leaf) if isinstance(leaf, Tensor) else ():
+        for piece in pieces(leaf) if isinstance(leaf, Tensor) and not is_fake(leaf) else ():
             storage = piece.untyped_storage()
             if piece.device.type == device_type and storage._cdata not in known and storage.nbytes():
                 made[storage._cdata] = piece
@@ -135,6 +135,11 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """True for a tensor without memory, with which `DTensor` infers the result of an op."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
 
 
 def _is_plain(tensor: Tensor) -> bool:

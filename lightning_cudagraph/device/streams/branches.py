@@ -17,10 +17,16 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter
-from lightning_cudagraph.device.streams.accesses import Access, access_of, made_by, only_looks
+from lightning_cudagraph.device.streams.accesses import (
+    Access,
+    access_of,
+    is_fake,
+    made_by,
+    only_looks,
+)
 from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
 from lightning_cudagraph.device.streams.driver import let_wait, position_of
-from lightning_cudagraph.tensors.writes import users_of
+from lightning_cudagraph.tensors.writes import tensors_in, users_of
 
 _UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
 # The memory of a stream that may be held for other streams before it waits for them: this, or a share of
@@ -95,7 +101,7 @@ class Branches:
             # A stream of the user's code, which orders it with the step's own stream.
             return func(*args, **kwargs)
         self._notice()
-        if only_looks(func):
+        if only_looks(func) or any(map(is_fake, tensors_in(args, kwargs))):
             return func(*args, **kwargs)
         access = access_of(func, args, kwargs)
         if access is None or not all(map(self._is_here, access.tensors)):
@@ -146,7 +152,9 @@ class Branches:
         result = func(*args, **kwargs)
         self._bar(str(func))
         for leaf in tree_iter(result):
-            if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.layout is torch.strided:
+            if not isinstance(leaf, Tensor) or is_fake(leaf):
+                continue
+            if leaf.is_cuda and leaf.layout is torch.strided:
                 self._homes[leaf.untyped_storage().data_ptr()] = 0
         return result
 

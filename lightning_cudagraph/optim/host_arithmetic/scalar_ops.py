@@ -77,8 +77,8 @@ _NAMES_OF_NUMBERS = ("alpha", "value", "weight", "other", "scalars")
 def _fused_step(targets: _Tensors, others: _Tensors, minus_alpha: Tensor, gate: Gate | None) -> None:
     """Add `alpha` times the others, rounded once, in one launch of fused SGD for the list."""
     torch._fused_sgd_(
-        targets,
-        others,
+        [*map(local, targets)],  # `DTensor` has no fused SGD in torch 2.11
+        [*map(local, others)],
         [],
         weight_decay=0.0,
         momentum=0.0,
@@ -181,7 +181,7 @@ class _Call:
         if not self.in_place:
             ones = [one.clone() for one in ones]
         with nullcontext() if self.gate is None else self.gate.passing():
-            _BY_NUMBER[self.name](ones, number)
+            _BY_NUMBER[self.name]([*map(local, ones)], number)
         return ones
 
     def _product(self) -> _Call:
