@@ -103,6 +103,8 @@ class Branches:
         self._notice()
         if only_looks(func) or any(map(is_fake, tensors_in(args, kwargs))):
             return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return self._run_collective(func, args, kwargs)
         access = access_of(func, args, kwargs)
         if access is None or not all(map(self._is_here, access.tensors)):
             return self._run_alone(func, args, kwargs)
@@ -156,6 +158,16 @@ class Branches:
                 continue
             if leaf.is_cuda and leaf.layout is torch.strided:
                 self._homes[leaf.untyped_storage().data_ptr()] = 0
+        return result
+
+    def _run_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a collective after all earlier ops; later ones do not wait for it.
+
+        It is on NCCL's stream. Where the step's own stream waits for it, that is seen as other work is.
+        """
+        result = func(*args, **kwargs)
+        if self._position(self._own) != self._left:
+            self._bar(str(func))
         return result
 
     def _take(self, placed: Placed, made: list[Tensor]) -> None:

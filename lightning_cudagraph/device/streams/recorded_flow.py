@@ -41,6 +41,8 @@ class RecordedFlow:
             self.ops.append(None)  # work that is no op, or another part
         access = access_of(func, args, kwargs)
         result = run(func, args, kwargs)
+        if func.namespace == "c10d" and self._position() == self._left:
+            return result  # on NCCL's stream: what waits for it is seen later
         if access is None:
             self.ops.append(None)
         else:
