@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_cudagraph import CUDAGraphCallback
+from lightning_cudagraph import CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.guards import (
@@ -323,6 +323,19 @@ def test_methods_of_an_optimizer_of_its_own() -> None:
     assert guards.changed() == "`step` of the `AdamW` was replaced"
     del optimizer.step
     assert guards.changed() is None
+
+
+@pytest.mark.parametrize("key", ["lr", "momentum", "own"])
+def test_an_optimizer_that_the_step_reads_and_does_not_step(key: str) -> None:
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    other.param_groups[0]["own"] = 1.0
+    x = torch.ones(3)
+    step = GraphedStep(lambda x: x * other.param_groups[0][key])
+    for _ in range(6):
+        step(x)
+    other.param_groups[0][key] = 0.25
+    assert torch.equal(step(x), x * 0.25)
+    assert any(f"param_groups[0]['{key}']" in why for why in step.summary.calls.recaptures), step.summary
 
 
 def test_a_counter_of_a_class_is_no_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,3 +98,23 @@ def test_only_what_is_of_the_device_counts() -> None:
     run = lambda func, args, kwargs: func(*args, **kwargs)  # noqa: E731
     assert flow.run(torch.ops.aten.add.Tensor, (x, x), {}, run).tolist() == [2.0] * 3
     assert not flow.ops
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_only_the_wait_for_a_collective_is_a_barrier(waits: bool) -> None:
+    position = [0]
+    flow = RecordedFlow("cpu", lambda: position[0])
+    x = torch.ones(4)
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.c10d.allreduce_.default:
+            return None  # nothing on the stream of the step
+        position[0] += 1
+        return func(*args, **kwargs)
+
+    flow.run(torch.ops.aten.cos.default, (x,), {}, run)
+    flow.run(torch.ops.c10d.allreduce_.default, ([x],), {}, run)
+    if waits:
+        position[0] += 1  # the stream waits
+    flow.run(torch.ops.aten.sin.default, (x,), {}, run)
+    assert [op is None for op in flow.ops] == ([False, True, False] if waits else [False, False])

@@ -20,6 +20,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_wrapper,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.utils.data import DataLoader, Dataset
 
@@ -268,6 +272,10 @@ def test_a_backend_of_another_device(tmp_path: Path, accelerator: str) -> None:
         train(make(Net), tmp_path, CUDAGraphCallback(backend=other), accelerator=accelerator)
 
 
+def _averaged(state: Any, bucket: Any) -> Any:
+    return allreduce_hook(None, bucket)
+
+
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
@@ -280,8 +288,12 @@ def test_a_backend_of_another_device(tmp_path: Path, accelerator: str) -> None:
             DDPStrategy(ddp_comm_hook=powerSGD_hook),
             "ddp_comm_hook=.*powerSGD_hook.*of a library.*bf16_compress_hook",
         ),
+        (
+            DDPStrategy(ddp_comm_hook=_averaged, ddp_comm_wrapper=fp16_compress_wrapper),
+            "ddp_comm_wrapper=fp16_compress_wrapper.*hides what its hook reads",
+        ),
     ],
-    ids=["FSDP", "mixed precision", "comm hook"],
+    ids=["FSDP", "mixed precision", "comm hook", "wrapped comm hook"],
 )
 def test_strategies_that_are_refused(strategy: Any, message: str) -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False)

@@ -20,7 +20,7 @@ from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.processes.agreement import Agreement
-from lightning_cudagraph.processes.ddp import CollectiveState
+from lightning_cudagraph.processes.collective_state import CollectiveState
 from lightning_cudagraph.tensors.signatures import Signatures
 
 

@@ -4,8 +4,8 @@ A graph with collectives is launched by all processes or by none. So before each
 on the plan for it, with a digest of the arguments. If the shapes of arguments differ between processes,
 the call is eager in all of them.
 
-Without a `DistributedDataParallel` among its modules, each process calls the function independently, and
-collectives in it are refused.
+Without a `DistributedDataParallel` or sharded weights among its modules, each process calls the function
+independently, and collectives in it are refused.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from lightning_cudagraph.tensors.batch import compared_outputs, map_leaves, refu
 from lightning_cudagraph.tensors.host_values import held
 from lightning_cudagraph.tensors.local import local
 
-_ALONE = "a function that works on no `DistributedDataParallel`"
+_ALONE = "a function that works on no `DistributedDataParallel` or `fully_shard` module"
 _PASS_IT = (
     "If the step does work on one, pass it: `GraphedStep(step, modules=model)`; or call the collective"
     " outside of the step."

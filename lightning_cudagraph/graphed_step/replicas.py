@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
-from lightning_cudagraph.processes.ddp import CollectiveState, check_wrapper, hooks_of
+from lightning_cudagraph.processes.collective_state import CollectiveState
+from lightning_cudagraph.processes.ddp import check_wrapper, hooks_of
 from lightning_cudagraph.processes.shards import check_shards
 
 # Attributes of a wrapper that are not guarded: the switches, which are part of the specialization, state
@@ -80,8 +81,10 @@ class StepReplicas(CollectiveState):
             for ddp in self.wrappers
         )
 
-    def eager_reason(self) -> str:
+    def eager_reason(self, evaluates: bool) -> str:
         """Return the reason why the next call differs from others of its kind; empty if it does not."""
+        if evaluates:
+            return self.shards.reason_in_evaluation()
         averages = all(ddp.require_backward_grad_sync for ddp in self.wrappers)
         return self.is_marked(averages) or self.shards.eager_reason()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class StepRun:
         refuse_unsupported_modules(of.model, averaged=True, sharded=True)
         _refuse_several_devices(of.model, backend.device)
         self._optimizers = OptimizerSteps(of.optimizers, of.scaler, backend.device, self._drop_all)
-        self._harmless = settings.harmless | (OWN_ATTRIBUTES if of.replicas else frozenset())
+        self._harmless = settings.harmless | (OWN_ATTRIBUTES if of.replicas.wrappers else frozenset())
         self._recorder = self._recorder_of(of)
         self._owns_gradients = of.replicas.own_gradients(self._recorder.parameters().values())
         self._context = RunContext(
@@ -170,13 +170,15 @@ class StepRun:
             self._processes.begin(kind.digest)
         if kind.calls % _SUSPECT_EVERY_N_CALLS == 0:
             kind.guards.suspect()
+        shards = self._replicas.shards
+        evaluates = bool(shards) and not torch.is_grad_enabled()
         step = SpecializedStep(
             arguments.batch,
             # One instance for each phase: its gradients have one address anyway.
             AccumulationPhase(True, kind.gradient_effects.finds_gradients()),
             specialization=kind.mode,
             numbers=arguments.numbers,
-            eager_reason=self._replicas.eager_reason(),
+            eager_reason=self._replicas.eager_reason(evaluates),
             leaves=None if found is None else found[1],
             optimizers=self._optimizers,
             recorder=self._recorder,
@@ -185,10 +187,14 @@ class StepRun:
             owns_gradients=self._owns_gradients,
         )
         graphs = None if found is None else found[0]
-        phase, result = self._step(kind, step, graphs)
+        in_place = evaluates and not step.eager_reason
+        with shards.in_place() if in_place else nullcontext():
+            phase, result = self._step(kind, step, graphs)
         if phase is Phase.WARMING:
             self._recorder.warmed_up(arguments, kind.gradient_effects)
         if result is None:
+            if evaluates:
+                shards.note_gathered()
             given = copied(step.returned.pop())
             kind.gradient_effects.ended()
             return given

@@ -57,13 +57,14 @@ class GraphedStep(Generic[P, R]):
     step that is known to differ is refused with the reason, or called eagerly. On a CPU an emulator
     replaces the GPU.
 
-    In several processes the function may use a `DistributedDataParallel`, made by hand or by Fabric. All
-    processes must then make the same number of calls, and vote on each; the graph holds the all-reduce.
-    Warm-up goes on until gradients have been averaged eleven times. `no_sync()` may be entered around
-    the call or inside. Use `with`, or `close` the step before the process group is destroyed: NCCL waits
-    for graphs. An error in a call or inside of `with`, or one that ends the program, ends the other
-    processes too: from the construction of the step on if the wrapper exists, else from its first `with`
-    or call on. With expandable segments in the allocator, set `NCCL_GRAPH_REGISTER=0`.
+    In several processes the function may use a `DistributedDataParallel`, made by hand or by Fabric, or
+    modules of `fully_shard`. All processes must then make the same number of calls, and vote on each;
+    the graph holds the collectives. Under DDP, warm-up goes on until gradients have been averaged eleven
+    times. `no_sync()` may be entered around the call or inside. Use `with`, or `close` the step before
+    the process group is destroyed: NCCL waits for graphs. An error in a call or inside of `with`, or one
+    that ends the program, ends the other processes too: from the construction of the step on if the
+    wrapper exists, else from its first `with` or call on. With expandable segments in the allocator, set
+    `NCCL_GRAPH_REGISTER=0`.
 
     Every call returns copies, without autograd's graph, that no later call changes. Schedulers, logging,
     printing and other host code belong outside of the function.
@@ -285,11 +286,11 @@ class GraphedStep(Generic[P, R]):
         is_off = self._backend_name == "off" or self._refused is not None
         if self._processes is None and not is_off and are_several():
             require(COLLECTIVES)
-            inside = [m for module in self._found().values() for m in module.modules()]
-            together = [m for m in inside if isinstance(m, DistributedDataParallel)]
-            together += [m for module in self._found().values() for m in sharded_modules(module)]
-            if together:
-                device = next(together[0].parameters()).device
+            model = _as_one(self._found())
+            wrappers = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
+            together = next(wrappers, None) or next(iter(sharded_modules(model)), None)
+            if together is not None:
+                device = next(together.parameters()).device
                 self._processes = StepProcesses(device, weakref.WeakMethod(self._end))
         return self._processes
 

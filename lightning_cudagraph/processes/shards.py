@@ -5,7 +5,7 @@ not see the state that they keep on the host between steps. So a step runs eager
 
 - it finds gathered weights, from an evaluation, which leaves those of the outermost module gathered, or
   from user code. An eager step uses them unchanged, with all writes since.
-- it leaves weights gathered, or gradients that wait to be reduced.
+- settings let it leave weights gathered, or gradients that wait to be reduced.
 - user code gathers its weights or reduces its gradients.
 
 Batches of an evaluation find what the first one has gathered, and use it unchanged, in memory that the
@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -28,13 +29,13 @@ from torch import Tensor, nn
 from lightning_cudagraph.compat.features import SHARDS
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import CaptureError, UnsupportedError
+from lightning_cudagraph.tensors.writes import storage_id
 
 _PLAIN = (bool, int, float, str)
 # Attributes with custom code that gathers weights or reduces gradients; and the classes of torch's own.
 _WAYS = ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
 _TORCHS = ("DefaultAllGather", "DefaultReduceScatter", "NoneType")
 _STAYS_GATHERED = "weights are gathered in the first batch of an evaluation, and stay so"
-_OWN_CODE = "weights are gathered, or gradients reduced, by code of the user's"
 # If one of these is off, gradients are not reduced, or not waited for.
 _REDUCING = ("reduce_grads", "all_reduce_grads", "is_last_backward")
 
@@ -74,6 +75,16 @@ def _is_reducing(group: Any) -> bool:
     )
 
 
+def _is_moved(weight: Any, is_sharded: bool) -> bool:
+    """True if later gathers of a weight go into other memory than its parameter has."""
+    whole = getattr(weight, "_unsharded_param", None)
+    if whole is None:
+        return False
+    if is_sharded:
+        return bool(whole.data_ptr())  # it has none of its own then
+    return storage_id(whole) not in map(storage_id, weight.all_gather_outputs)
+
+
 def check_shards(model: nn.Module) -> None:
     """Refuse host memory for weights, and custom Python that gathers weights or reduces gradients."""
     if modules := sharded_modules(model):
@@ -106,6 +117,7 @@ class Shards:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._modules = sharded_modules(model)
+        self._find()
         # The last step has left gradients not reduced, or not waited for. The state of the hooks shows
         # that too, but not on a CPU, where nothing is asynchronous.
         self._is_unreduced = False
@@ -116,31 +128,38 @@ class Shards:
     def __bool__(self) -> bool:
         return bool(self._modules)
 
+    def _find(self) -> None:
+        """Find the state objects of the hooks. The first forward pass gives modules some in common."""
+        states = [state for module in self._modules for state in _states(module)]
+        self._states = [*{id(state): state for state in states}.values()]
+        self._groups = [group for module in self._modules for group in _groups(module)]
+
     def settings(self) -> tuple[Any, ...]:
         """All plain values in the state of the hooks, in a form that is fast to compare."""
-        if not self._modules:
-            return ()
         return tuple(
-            value for state in self._states() for value in vars(state).values() if type(value) in _PLAIN
+            value for state in self._states for value in vars(state).values() if type(value) in _PLAIN
         )
 
     def described(self) -> dict[str, Any]:
         return {
             f"`{name}` of `fully_shard` ({index})": value
-            for index, state in enumerate(self._states())
+            for index, state in enumerate(self._states)
             for name, value in vars(state).items()
             if type(value) in _PLAIN
         }
 
     def ran(self) -> None:
+        """Note that an eager step has run."""
+        self._find()
         self._is_unreduced = self._is_off(*_REDUCING)
 
     def eager_reason(self) -> str:
         """The reason why the next step reads or changes state on the host; empty if it does not."""
         if not self._modules:
             return ""
-        groups = self._groups()
-        if not all(group.is_sharded and group._all_gather_result is None for group in groups):
+        if reason := self._reason_of_users():
+            return reason
+        if self._is_under_way() or self._gathered():
             return (
                 "weights are gathered before it (by an evaluation, a call of the module between two"
                 " steps, or `unshard()`)"
@@ -148,34 +167,35 @@ class Shards:
         if self._is_off("reshard_after_backward"):
             return "weights stay gathered behind the backward pass (`set_reshard_after_backward(False)`)"
         is_off = self._is_unreduced or self._is_off(*_REDUCING)
-        if is_off or any(map(_is_reducing, groups)):
+        if is_off or any(map(_is_reducing, self._groups)):
             return "gradients wait to be reduced (`set_requires_gradient_sync(False)` or the like)"
-        return _OWN_CODE if self._have_own_code() else ""
+        return ""
 
     def reason_in_evaluation(self) -> str:
         """The reason why the next batch must gather weights for all later ones; empty if it need not."""
         if not self._modules:
             return ""
-        if self._have_own_code():
-            return _OWN_CODE
+        if reason := self._reason_of_users():
+            return reason
+        if self._is_under_way():
+            return "weights for it are being gathered already (`set_modules_to_forward_prefetch`)"
         return "" if self._gathered() == self._left_gathered else _STAYS_GATHERED
 
-    def evaluated(self) -> None:
+    def note_gathered(self) -> None:
         """Note the weights that an eager batch of an evaluation leaves gathered."""
+        self._find()
         self._left_gathered = self._gathered()
+
+    def _is_under_way(self) -> bool:
+        return any(group._all_gather_result is not None for group in self._groups)
 
     def _gathered(self) -> list[Any]:
         """The weights that are gathered now."""
-        return [
-            weight
-            for group in self._groups()
-            if not (group.is_sharded and group._all_gather_result is None)
-            for weight in group.fsdp_params
-        ]
+        return [w for group in self._groups if not group.is_sharded for w in group.fsdp_params]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Keep weights that are gathered where graphs read them, with the values that they have."""
+        """Keep weights that are gathered where graphs use them, and copy them back afterwards."""
         weights = [weight._unsharded_param for weight in self._gathered()]
         gathered = [weight.detach() for weight in weights]
         key = tuple(map(id, weights))
@@ -184,25 +204,33 @@ class Shards:
         _, places = self._places
         if places:
             torch._foreach_copy_(places, gathered)
-        for weight, place in zip(weights, places, strict=True):
-            weight.data = place
         try:
+            for weight, place in zip(weights, places, strict=True):
+                weight.data = place
             yield
+            # An eager batch may have let go of some.
+            kept = [bool(value.untyped_storage().nbytes()) for value in gathered]
+            if any(kept):
+                torch._foreach_copy_([*compress(gathered, kept)], [*compress(places, kept)])
         finally:
             for weight, value in zip(weights, gathered, strict=True):
                 weight.data = value
 
-    def _groups(self) -> list[Any]:
-        return [group for module in self._modules for group in _groups(module)]
-
-    def _have_own_code(self) -> bool:
-        return any(kind not in _TORCHS for group in self._groups() for kind in _ways(group).values())
+    def _reason_of_users(self) -> str:
+        """The reason why user code leaves no step to a graph; empty if it does not."""
+        for group in self._groups:
+            if any(kind not in _TORCHS for kind in _ways(group).values()):
+                return "weights are gathered, or gradients reduced, by code of the user's"
+            if any(_is_moved(weight, group.is_sharded) for weight in group.fsdp_params):
+                return "a weight was given other memory (`.data = ...`) while it was gathered"
+        return ""
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo the changes of a step on the host, after an error too; refuse changes of settings."""
+        self._find()
         parts = [_Remembered(part) for part in self._parts()]
-        sharded = [group for group in self._groups() if group.is_sharded]
+        sharded = [group for group in self._groups if group.is_sharded]
         before = self.described()
         try:
             yield
@@ -228,14 +256,10 @@ class Shards:
                     "Change it between two steps, in `on_train_batch_start`.",
                 )
 
-    def _states(self) -> Iterator[Any]:
-        for module in self._modules:
-            yield from _states(module)
-
     def _parts(self) -> list[Any]:
         """All state objects of the hooks, without duplicates."""
         found: dict[int, Any] = {}
-        for state in self._states():
+        for state in self._states:
             around = [getattr(state, name, None) for name in ("_comm_ctx", "comm_ctx")]
             for part in (state, *around, *getattr(state, "fsdp_params", ())):
                 if part is not None:
@@ -243,7 +267,7 @@ class Shards:
         return [*found.values()]
 
     def _is_off(self, *switches: str) -> bool:
-        return any(getattr(state, name, True) is False for state in self._states() for name in switches)
+        return any(getattr(state, name, True) is False for state in self._states for name in switches)
 
 
 class _Remembered:

@@ -249,12 +249,13 @@ class GraphedEvaluation:
             others=_NO_INFERENCE_MODE if torch.is_inference_mode_enabled() else {},
         )
         shards = run.replicas.shards
-        with nullcontext() if step.eager_reason else shards.in_place():
+        is_eager = step.eager_reason or self._engine.given_up
+        with nullcontext() if is_eager else shards.in_place():
             phase, outputs = self._engine.step(step)
         if phase is Phase.WARMING:
             run.logs.warmed_up(step.signature, batch)
         if outputs is None:
-            shards.evaluated()
+            shards.note_gathered()
             return step.returned[0]
         for attribute in outputs.recomputed:
             attribute.hand_over()

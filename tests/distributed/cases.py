@@ -55,7 +55,7 @@ from lightning_cudagraph.device.streams.branches import SentBackError
 from lightning_cudagraph.device.streams.dataflow import Flow
 from lightning_cudagraph.errors import PeerError, VerificationError
 from lightning_cudagraph.processes import failures
-from lightning_cudagraph.processes.ddp import CollectiveState
+from lightning_cudagraph.processes.collective_state import CollectiveState
 from lightning_cudagraph.processes.shared_page import SharedPage
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
 from lightning_cudagraph.trainer.training.times import baseline

@@ -117,6 +117,13 @@ class Compressed(Plain):
         return super().state() | {"kept": [*self.low_rank.kept.values()]}
 
 
+class Decorated(Compressed):
+    def build(self) -> None:
+        Plain.build(self)
+        self.low_rank = LowRank(self.net)
+        self.net.register_comm_hook(None, torch.no_grad()(self.low_rank.hook))
+
+
 class Scaled(WithFeedback):
     def around(self, index: int) -> None:
         if index == WARM_UP + 3:
@@ -150,8 +157,9 @@ def state_on_the_device(here: Here) -> None:
 
 def of_low_rank(here: Here) -> None:
     """A method that averages factors of each gradient."""
-    step = _same(here, Compressed, STEPS - WARM_UP)
-    assert step.summary.calls.captures == 1, step.summary
+    for loop in (Compressed, Decorated):
+        step = _same(here, loop, STEPS - WARM_UP)
+        assert step.summary.calls.captures == 1, step.summary
 
 
 def options_of_the_host(here: Here) -> None:

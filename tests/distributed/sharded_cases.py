@@ -513,6 +513,42 @@ def evaluations_of_other_weights(here: Here) -> None:
     assert summary.validate.replayed >= 10, summary
 
 
+class Counts(ShardedNet):
+    """Counts batches of evaluations in a weight of the outermost module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.seen += 1
+        super().validation_step(batch, batch_idx)
+        self.log("seen", self.seen.sum())
+
+
+def evaluations_that_write_weights(here: Here) -> None:
+    """Writes of weights that are gathered last until these are let go of."""
+    summary = _same_evaluations(here, Counts)
+    assert summary.validate.replayed >= 15, summary
+
+
+class Prefetches(ShardedNet):
+    """The last layer begins to gather the first, for the next forward pass."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        first: Any = self.features[0]
+        last: Any = self.head
+        last.set_modules_to_forward_prefetch([first])
+
+
+def evaluations_with_prefetch(here: Here) -> None:
+    """Weights that are on their way are no weights yet."""
+    summary = _same_evaluations(here, Prefetches)
+    assert any("being gathered already" in text for text in summary.validate.eager), summary
+
+
 def evaluations_without_a_fit(here: Here) -> None:
     """`trainer.validate`, which has no votes of a fit; and in inference mode, as with NCCL."""
     _evaluated_alone(here, "with gloo")

@@ -102,6 +102,29 @@ class Evaluated(ShardedLoop):
             self.net.train()
 
 
+class MovesAWeight(ShardedLoop):
+    """Gives a gathered weight other memory, which later gathers do not reach."""
+
+    def around(self, index: int) -> None:
+        if index == 9:
+            with torch.no_grad():
+                self.net(torch.ones(8, 6, device=self.device))
+            weight = self.net.layers[1].weight
+            weight.data = weight.data * 1.5
+
+
+class LooksOnly(ShardedLoop):
+    """Calls without gradients, of which the first leaves weights gathered; one writes such a weight."""
+
+    def step(self, x: Tensor, y: Tensor) -> Any:
+        self.net.layers[1].weight.mul_(1.01)
+        return self.net(x)
+
+    def call(self, step: Any, index: int, x: Tensor, y: Tensor) -> Any:
+        with torch.no_grad():
+            return step(x, y)
+
+
 class ForgetsToDrop(ShardedLoop):
     """Some calls add to the gradients of the one before, which a graph of the others would drop."""
 
@@ -167,6 +190,18 @@ def passes_in_between(here: Here) -> None:
     """A call that finds weights gathered is eager."""
     step = _same(here, Evaluated, STEPS - WARM_UP - 3)
     assert any("weights are gathered before it" in text for text in step.summary.calls.eager)
+
+
+def a_weight_that_is_moved(here: Here) -> None:
+    """Calls from then on are eager."""
+    step = _same(here, MovesAWeight, 10 - WARM_UP)
+    assert any("given other memory" in text for text in step.summary.calls.eager), step.summary
+
+
+def calls_without_gradients(here: Here) -> None:
+    """Weights that stay gathered are used in place, as in an evaluation."""
+    step = _same(here, LooksOnly, STEPS - 1 - WARM_UP)
+    assert any("stay so" in text for text in step.summary.calls.eager), step.summary
 
 
 def alone(here: Here) -> None:

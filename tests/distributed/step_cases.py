@@ -786,7 +786,10 @@ class Waits(Plain):
 def collectives_that_are_refused(here: Here) -> None:
     """By hand, in a wrapper that was not passed, and one that blocks the host."""
     for loop, reason in (
-        (Collective, r"`c10d::allreduce_`\) in a function that works on no `DistributedDataParallel`"),
+        (
+            Collective,
+            r"`c10d::allreduce_`\) in a function that works on no `DistributedDataParallel` or",
+        ),
         (HiddenWrapper, r"`DistributedDataParallel`"),
         (Waits, "a barrier"),
     ):

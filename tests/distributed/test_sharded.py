@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.launch import assert_cases_of
 
 STEPS = ("a_loop", "windows_that_wait_once", "passes_in_between", "refused")
-STEPS_LONG = ("windows", "under_fabric")
+STEPS_LONG = ("windows", "under_fabric", "a_weight_that_is_moved", "calls_without_gradients")
 
 
 def _assert_all_ok(
@@ -37,6 +37,8 @@ CAPTURED_LONG = (
     "fully_sharded_in_ways_of_ones_own",
     "evaluations_that_release_all",
     "evaluations_of_other_weights",
+    "evaluations_that_write_weights",
+    "evaluations_with_prefetch",
     "evaluations_that_one_refuses",
     "evaluations_of_other_lengths",
 )

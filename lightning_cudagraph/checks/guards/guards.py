@@ -232,7 +232,17 @@ class Guards:
 
         omitted = _rates_unless_mentioned(mentioned, users)
         stops, known = self._unguarded.stops, self._unguarded.known
-        scope = Scope(stops, ignored, users, modules, omitted, by_identity=TABLES, closed=known)
+        own = {id(each) for each in self._external.callees()}
+        scope = Scope(
+            stops,
+            ignored,
+            users,
+            modules,
+            omitted,
+            by_identity=TABLES,
+            closed=known,
+            is_foreign=lambda optimizer: id(optimizer) not in own,
+        )
         roots = [
             Root(os.environ, "os.environ", "the process"),
             Root(sys.argv, "sys.argv", "the process"),

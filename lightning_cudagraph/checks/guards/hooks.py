@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from inspect import unwrap
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -75,7 +76,7 @@ def roots_of_comm_hooks(hooks: Iterable[tuple[Any, Any]]) -> Iterator[Root]:
     """Roots for communication hooks, and for the state that each is given."""
     for hook, state in hooks:
         of = f"the communication hook `{name_of_hook(hook)}`"
-        yield Root(hook, getattr(hook, "__name__", ""), of)
+        yield Root(unwrap(hook), getattr(hook, "__name__", ""), of)
         if state is not None:
             yield Root(state, "state", of)
 

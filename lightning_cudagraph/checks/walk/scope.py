@@ -58,6 +58,7 @@ class Scope:
         by_identity: names of tables of a module that are compared by identity, and not entered.
         enters: classes whose objects are entered, although walks stop at them by default.
         closed: objects that are not entered.
+        is_foreign: True for an optimizer that is not one of the step's own: it is entered by name.
     """
 
     stops: tuple[type, ...] = ()
@@ -70,3 +71,4 @@ class Scope:
     enters: tuple[type, ...] = ()
     by_identity: frozenset[str] = frozenset()
     closed: tuple[object, ...] = ()
+    is_foreign: Callable[[Any], bool] = lambda optimizer: False

@@ -62,7 +62,8 @@ from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
 from lightning_cudagraph.device.lines.user_lines import is_users
 from lightning_cudagraph.tensors.layouts import has_strides, layout_of
 
-# Not entered: these change in every step by themselves; writes to logs and files are refused when made.
+# Entered by name alone: these change in every step by themselves; writes to logs and files are refused
+# when made.
 _STOPS = (
     Optimizer,
     LRScheduler,
@@ -135,6 +136,8 @@ class Walk:
             self._enqueue(root)
         while (queue := self._queue or self._behind or self._unread) and len(self._seen) < _MAX_OBJECTS:
             root = queue.popleft()
+            if isinstance(root.value, Optimizer) and self._scope.is_foreign(root.value):
+                root = replace(root, by_name=True)  # what the step names of it does not move by itself
             if id(root.value) not in self._seen and (root.is_entered or self._enters(root)):
                 self._seen[id(root.value)] = root.value
                 self._enter(root)

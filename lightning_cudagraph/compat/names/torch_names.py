@@ -279,10 +279,14 @@ _DISTRIBUTED = (
                 "FSDPParamGroup",
                 (
                     *("_all_gather_result", "_training_state", "_post_reduce_event"),
-                    *("_partial_reduce_output", "is_sharded", "fsdp_params"),
+                    *("_partial_reduce_output", "is_sharded", "fsdp_params", "reshard"),
                 ),
             ),
-            (f"{_FSDP}._fsdp_param", "FSDPParam", ("_unsharded_param", "unsharded_accumulated_grad")),
+            (
+                f"{_FSDP}._fsdp_param",
+                "FSDPParam",
+                ("_unsharded_param", "unsharded_accumulated_grad", "all_gather_outputs"),
+            ),
         )
     ),
     # One name of each pair, depending on the version of torch.

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.streams.dataflow import AddressRange
 from lightning_cudagraph.tensors.layouts import extent
-from lightning_cudagraph.tensors.writes import written_by
+from lightning_cudagraph.tensors.writes import tensors_in, written_by
 
 # Ops that write what they declare and nothing else, as seen in at least one overload
 # (`python -m tests.checked` writes the list). All other ops are barriers.
@@ -135,6 +135,11 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+
+
+def launches_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """True if a call of an op launches nothing: it only looks, or its arguments have no memory."""
+    return only_looks(func) or any(map(is_fake, tensors_in(args, kwargs)))
 
 
 def is_fake(tensor: Tensor) -> bool:

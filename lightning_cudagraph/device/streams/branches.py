@@ -21,12 +21,12 @@ from lightning_cudagraph.device.streams.accesses import (
     Access,
     access_of,
     is_fake,
+    launches_nothing,
     made_by,
-    only_looks,
 )
 from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
 from lightning_cudagraph.device.streams.driver import let_wait, position_of
-from lightning_cudagraph.tensors.writes import tensors_in, users_of
+from lightning_cudagraph.tensors.writes import users_of
 
 _UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
 # The memory of a stream that may be held for other streams before it waits for them: this, or a share of
@@ -101,7 +101,7 @@ class Branches:
             # A stream of the user's code, which orders it with the step's own stream.
             return func(*args, **kwargs)
         self._notice()
-        if only_looks(func) or any(map(is_fake, tensors_in(args, kwargs))):
+        if launches_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._run_collective(func, args, kwargs)

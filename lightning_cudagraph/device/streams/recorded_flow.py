@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 from lightning_cudagraph.device.streams.accesses import (
     access_of,
     all_of,
-    is_fake,
+    launches_nothing,
     made_by,
-    only_looks,
 )
 from lightning_cudagraph.device.streams.dataflow import AddressRange, Flow
-from lightning_cudagraph.tensors.writes import tensors_in
 
 
 class RecordedOp(NamedTuple):
@@ -35,7 +33,7 @@ class RecordedFlow:
         self.ops: list[RecordedOp | None] = []
 
     def run(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
-        if only_looks(func) or any(map(is_fake, tensors_in(args, kwargs))):
+        if launches_nothing(func, args, kwargs):
             return run(func, args, kwargs)
         if self.ops and self._position() != self._left:
             self.ops.append(None)  # work that is no op, or another part

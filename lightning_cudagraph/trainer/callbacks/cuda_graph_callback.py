@@ -314,8 +314,7 @@ class CUDAGraphCallback(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        if self._runs.processes is not None:
-            self._runs.processes.fail(exception)
+        self._runs.fail(exception)
         try:
             self._write_report(exception)
             self._print_report(after_progress_bar=True)
@@ -400,7 +399,7 @@ class CUDAGraphCallback(Callback):
         if is_first and not in_fit:
             self._begin()
         try:
-            runs.make_evaluation(trainer, module, self.backend, self._settings(), stage)
+            runs.make_evaluation(trainer, module, self._arguments(), self._settings(), stage)
         except UnsupportedError as error:
             if self.on_unsupported == "raise":
                 raise

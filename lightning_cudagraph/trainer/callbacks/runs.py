@@ -40,6 +40,7 @@ class CapturedRuns:
         self.training: Training | None = None
         self.evaluation: GraphedEvaluation | None = None
         self.processes: FitProcesses | None = None
+        self._evaluating: FitProcesses | None = None  # of evaluations outside of a `fit` with graphs
         self.not_evaluated: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._wrapping = ExitStack()
@@ -168,35 +169,49 @@ class CapturedRuns:
         self,
         trainer: pl.Trainer,
         module: pl.LightningModule,
-        backend: str,
+        asked: Mapping[str, Any],
         settings: Settings,
         stage: Stage,
     ) -> None:
         if self.evaluation is not None:
             return
-        found = self.backend(trainer, backend)
         processes = self._voting(trainer) if sharded_modules(trainer.strategy.model) else None
         agreement: Agreement | None = None
-        if processes is not None and processes.agreement is not None:
-            agreement = EvaluationProcesses(processes)
         evaluation: GraphedEvaluation | None = None
         refused: UnsupportedError | None = None
         try:
+            if processes is not None and processes.agreement is not None:
+                check_nccl(trainer.strategy.root_device)
+                agreement = EvaluationProcesses(processes)
+            found = self.backend(trainer, asked["backend"])
             evaluation = GraphedEvaluation(trainer, module, found, settings, stage, agreement)
         except UnsupportedError as error:
             refused = error
-        if processes is not None:
-            processes.compare_evaluations(refused)
+        try:
+            if processes is not None:
+                processes.compare_evaluations(asked, refused)
+        except BaseException:
+            if evaluation is not None:
+                evaluation.close()
+            raise
         if refused is not None:
             raise refused
         self.evaluation = evaluation
 
     def _voting(self, trainer: pl.Trainer) -> FitProcesses:
-        """The processes, which vote: those of a `fit` with graphs do already."""
-        if self.processes is None:
-            self.processes = FitProcesses(trainer)
-            self.processes.start()
-        return self.processes
+        """The processes, which vote: those of a `fit` with graphs, or of evaluations alone."""
+        if self.processes is not None:
+            return self.processes
+        if self._evaluating is None:
+            self._evaluating = FitProcesses(trainer)
+            self._evaluating.start()
+        return self._evaluating
+
+    def fail(self, exception: BaseException) -> None:
+        """End the other processes too, because of `exception`."""
+        for processes in (self.processes, self._evaluating):
+            if processes is not None:
+                processes.fail(exception)
 
     def evaluate(self) -> None:
         """Begin an evaluation, in a `fit` or on its own."""
@@ -214,10 +229,11 @@ class CapturedRuns:
         training, self.training = self.training, None
         evaluation, self.evaluation = self.evaluation, None
         processes, self.processes = self.processes, None
+        evaluating, self._evaluating = self._evaluating, None
         self.not_evaluated = self._backend = None
         wrapping, self._wrapping = self._wrapping, ExitStack()
         fallback, self._fallback = self._fallback, None
         with ExitStack() as stack:  # all of them, even if one fails; graphs before process groups
-            for each in (wrapping, fallback, processes, evaluation, training):
+            for each in (wrapping, fallback, processes, evaluating, evaluation, training):
                 if each is not None:
                     stack.callback(each.close)

@@ -1,4 +1,4 @@
-"""Votes of the processes of a `fit`.
+"""Votes of the processes of a `fit`, or of evaluations with sharded weights.
 
 All processes or none must launch a graph with collectives, and a capture may register NCCL buffers of
 all of them (NCCL's manual, "Using NCCL with CUDA Graphs"). So the processes vote before each step on:
@@ -88,6 +88,10 @@ def wrapped_on_side_stream(strategy: Strategy, backend: Backend, patches: ExitSt
     patch_method(strategy, "_setup_model", wrap, patches)
 
 
+def _labelled(arguments: Mapping[str, Any]) -> dict[str, str]:
+    return {f"argument `{name}`": repr(value) for name, value in arguments.items()}
+
+
 def _at(where: int) -> str:
     ready, place = divmod(where, len(_PLACES))
     return _PLACES[place].format(ready - 1)
@@ -145,15 +149,17 @@ class FitProcesses:
     def compare(self, arguments: Mapping[str, Any], refused: UnsupportedError | None = None) -> None:
         if self._peers is None:
             return
-        asked = {f"argument `{name}`": repr(value) for name, value in arguments.items()}
+        asked = _labelled(arguments)
         asked["number of training batches"] = str(self._trainer.num_training_batches)
         asked["`Trainer(accumulate_grad_batches=...)`"] = str(self._trainer.accumulate_grad_batches)
         self._peers.compare(asked, refused)
 
-    def compare_evaluations(self, refused: UnsupportedError | None) -> None:
-        """Refuse graphs of evaluations if one process has none."""
+    def compare_evaluations(
+        self, arguments: Mapping[str, Any], refused: UnsupportedError | None
+    ) -> None:
+        """Compare arguments, and refuse graphs of evaluations if one process has none."""
         if self._peers is not None:
-            self._peers.compare({}, refused)
+            self._peers.compare(_labelled(arguments), refused)
 
     def install(self) -> None:
         """Vote before each step from now on."""
@@ -213,10 +219,12 @@ class FitProcesses:
         if self._peers is None or not self._votes:
             return intent, intent
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        window = self._trainer.accumulate_grad_batches % _WINDOWS
-        ready = progress.current.ready if ready is None else ready
+        window, is_last = 0, 0
+        if ready is None:
+            ready = progress.current.ready
+            window = self._trainer.accumulate_grad_batches % _WINDOWS
+            is_last = int(progress.is_last_batch)
         where = (ready * len(_PLACES) + place) * _WINDOWS + window
-        is_last = int(progress.is_last_batch)
         lowest, highest = self._peers.vote(Vote(intent, int(self._sigterm), is_last, where))
         if lowest is not highest:
             _check_same_place(lowest, highest)

@@ -17,7 +17,8 @@ from lightning.pytorch.strategies import Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cudagraph.capture.steps import AccumulationPhase
-from lightning_cudagraph.processes.ddp import CollectiveState, hooks_of
+from lightning_cudagraph.processes.collective_state import CollectiveState
+from lightning_cudagraph.processes.ddp import hooks_of
 from lightning_cudagraph.processes.shards import sharded_modules
 from lightning_cudagraph.trainer.config.support import check_replicas
 

@@ -32,7 +32,7 @@ from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.refusals.first_refusal import refuse_together
 from lightning_cudagraph.errors import UnsupportedError, see
 from lightning_cudagraph.optim.compiled import is_compiled
-from lightning_cudagraph.processes.ddp import check_comm_hook, check_wrapper
+from lightning_cudagraph.processes.ddp import check_comm_hook, check_wrapper, is_stateless
 from lightning_cudagraph.processes.shards import check_shards
 from lightning_cudagraph.trainer.config.strategies import refuse_strategy, supported_base
 
@@ -157,12 +157,17 @@ def _check_ddp(strategy: DDPStrategy) -> None:
             f" {', '.join(sorted(_DDP_ARGUMENTS))}.",
             "Leave it out.",
         )
-    for name, value, known in (
-        ("ddp_comm_hook", strategy._ddp_comm_hook, ()),
-        ("ddp_comm_wrapper", strategy._ddp_comm_wrapper, _COMM_WRAPPERS),
-    ):
-        if value is not None and value not in known:
-            check_comm_hook(f"`DDPStrategy({name}=...)` is", value)
+    hook, wrapper = strategy._ddp_comm_hook, strategy._ddp_comm_wrapper
+    if hook is not None:
+        check_comm_hook("`DDPStrategy(ddp_comm_hook=...)` is", hook)
+    is_known = is_stateless(hook) and wrapper in _COMM_WRAPPERS
+    if hook is not None and wrapper is not None and not is_known:
+        raise UnsupportedError(
+            f"`DDPStrategy(ddp_comm_wrapper={getattr(wrapper, '__qualname__', wrapper)})` hides what its"
+            " hook reads and keeps.",
+            "Leave it out, and cast in the hook; or pass a hook of"
+            " `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`.",
+        )
     # Read from the group itself, because it may be older than the strategy.
     backend = dist.get_backend_config() if dist.is_initialized() else "cuda:nccl"
     if strategy.root_device.type == "cuda" and "cuda:nccl" not in backend:
