@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loops import utilities
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -557,19 +557,39 @@ def evaluations_without_a_fit(here: Here) -> None:
         _evaluated_alone(here, "in inference mode")
 
 
+class ShardedEverywhere(ShardedNet):
+    def configure_model(self) -> None:
+        if not isinstance(self, FSDPModule):  # by an evaluation before
+            super().configure_model()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits: Tensor = self(batch[0])
+        return logits
+
+
 def _evaluated_alone(here: Here, how: str) -> None:
+    def evaluate(trainer: pl.Trainer, module: Any, _: Any, batches: Any, **kwargs: Any) -> None:
+        module.told = [
+            trainer.validate(module, batches, verbose=False),
+            trainer.test(module, batches, verbose=False),
+            trainer.predict(module, batches),
+        ]
 
-    def validate(trainer: pl.Trainer, module: Any, _: Any, batches: Any, **kwargs: Any) -> None:
-        module.told = trainer.validate(module, batches, verbose=False)
-
+    asked = _SHARDED | {
+        "build": ShardedEverywhere,
+        "val_loader": loader(ragged=False, seed=1 + here.rank, batches=9),
+        "use_distributed_sampler": False,
+    }
     callback = CUDAGraphCallback(evaluation=True)
-    asked = _SHARDED | {"val_loader": loader(ragged=False, seed=1 + here.rank, batches=9)}
-    told = []
+    told: list[Any] = []
     for name, each in (("plain", None), ("graph", callback)):
-        trace = here.train(f"{name} {how}", each, fit=validate, use_distributed_sampler=False, **asked)
+        trace = here.train(f"{name} {how}", each, fit=evaluate, **asked)
         told.append(trace.module.told)  # type: ignore[union-attr]
-    assert told[0] == told[1] != []
-    assert callback.summary.validate.replayed >= 4, callback.summary
+    assert not differences(*told), differences(*told)[:8]
+    assert callback.summary.predict.replayed >= 4, callback.summary
 
 
 def evaluations_that_one_refuses(here: Here) -> None:

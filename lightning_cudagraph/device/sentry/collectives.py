@@ -14,14 +14,13 @@ import torch
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid
+from lightning_cudagraph.device.streams.accesses import WRAP
 
 # Functional collectives: the results are tensors that are waited for later. The norm of sharded
 # gradients is reduced with them.
 _FUNCTIONAL = "_c10d_functional"
 _WAIT = "_c10d_functional::wait_tensor"
 _KNOWN = frozenset({"_c10d_functional::all_reduce", _WAIT})
-# Wraps a tensor so that its first use waits for it.
-_WRAP = "_c10d_functional::_wrap_tensor_autograd"
 
 
 def is_collective(func: Any) -> bool:
@@ -39,7 +38,7 @@ def is_collective(func: Any) -> bool:
 
 def only_wraps(func: Any) -> bool:
     """True if an op only wraps a tensor that is in the graph."""
-    return bool(func._schema.name == _WRAP)
+    return bool(func._schema.name == WRAP)
 
 
 def returned_unrun(func: Any, args: tuple[Any, ...]) -> Any:

@@ -19,10 +19,13 @@ from lightning_cudagraph.tensors.writes import tensors_in, written_by
 # Ops that write what they declare and nothing else, as seen in at least one overload
 # (`python -m tests.checked` writes the list). All other ops are barriers.
 _CHECKED = frozenset(Path(__file__).with_name("checked_ops.txt").read_text().split())
+# Wraps a tensor so that its first use waits for it.
+WRAP = "_c10d_functional::_wrap_tensor_autograd"
 # They launch nothing: they return their argument, although their schemas do not say so, or read only
 # shapes and dtypes.
 _LOOKING = frozenset(
     {
+        WRAP,
         "aten::is_same_size",
         "aten::result_type",
         "aten::_unsafe_view",
@@ -118,7 +121,7 @@ def made_by(result: Any, tensors: list[Tensor], device_type: str) -> list[Tensor
     known = {tensor.untyped_storage()._cdata for tensor in tensors}
     made: dict[int, Tensor] = {}
     for leaf in tree_iter(result):
-        for piece in pieces(leaf) if isinstance(leaf, Tensor) and not is_fake(leaf) else ():
+        for piece in pieces(leaf) if isinstance(leaf, Tensor) and has_address(leaf) else ():
             storage = piece.untyped_storage()
             if piece.device.type == device_type and storage._cdata not in known and storage.nbytes():
                 made[storage._cdata] = piece
@@ -142,6 +145,12 @@ def launches_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     return only_looks(func) or any(map(is_fake, tensors_in(args, kwargs)))
 
 
+def has_address(tensor: Tensor) -> bool:
+    """False for fake tensors, and for wrappers around other tensors."""
+    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not is_wrapper and not is_fake(tensor)
+
+
 def is_fake(tensor: Tensor) -> bool:
     """True for a tensor without memory, with which `DTensor` infers the result of an op."""
     return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
@@ -149,11 +158,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     """True for a strided tensor without a dispatch of its own."""
-    return (
-        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-    )
+    return has_address(tensor) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _place(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:

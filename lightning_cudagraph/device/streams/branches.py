@@ -20,7 +20,7 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.streams.accesses import (
     Access,
     access_of,
-    is_fake,
+    has_address,
     launches_nothing,
     made_by,
 )
@@ -154,7 +154,7 @@ class Branches:
         result = func(*args, **kwargs)
         self._bar(str(func))
         for leaf in tree_iter(result):
-            if not isinstance(leaf, Tensor) or is_fake(leaf):
+            if not isinstance(leaf, Tensor) or not has_address(leaf):
                 continue
             if leaf.is_cuda and leaf.layout is torch.strided:
                 self._homes[leaf.untyped_storage().data_ptr()] = 0
