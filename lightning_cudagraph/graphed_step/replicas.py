@@ -84,7 +84,8 @@ class StepReplicas(CollectiveState):
     def eager_reason(self, evaluates: bool) -> str:
         """Return the reason why the next call differs from others of its kind; empty if it does not."""
         if evaluates:
-            return self.shards.reason_in_evaluation()
+            # The call may have a backward pass of its own.
+            return self.shards.reason_in_evaluation() or self.shards.reason_in_backward()
         averages = all(ddp.require_backward_grad_sync for ddp in self.wrappers)
         return self.is_marked(averages) or self.shards.eager_reason()
 

@@ -164,6 +164,10 @@ class Shards:
                 "weights are gathered before it (by an evaluation, a call of the module between two"
                 " steps, or `unshard()`)"
             )
+        return self.reason_in_backward()
+
+    def reason_in_backward(self) -> str:
+        """The reason why a backward pass leaves something on the host; empty if it does not."""
         if self._is_off("reshard_after_backward"):
             return "weights stay gathered behind the backward pass (`set_reshard_after_backward(False)`)"
         is_off = self._is_unreduced or self._is_off(*_REDUCING)
