@@ -8,8 +8,15 @@ import pytest
 
 from tests.distributed.launch import assert_cases_of
 
-STEPS = ("a_loop", "windows_that_wait_once", "passes_in_between", "refused")
-STEPS_LONG = ("windows", "under_fabric", "a_weight_that_is_moved", "calls_without_gradients")
+STEPS = ("a_loop", "passes_in_between")
+STEPS_LONG = (
+    "windows",
+    "windows_that_wait_once",
+    "under_fabric",
+    "a_weight_that_is_moved",
+    "calls_without_gradients",
+    "refused",
+)
 
 
 def _assert_all_ok(
@@ -74,6 +81,7 @@ def test_steps_on_split_weights(tmp_path: Path, accelerator: str, cases: tuple[s
     _assert_all_ok(tmp_path, accelerator, *cases, of="sharded_step_cases")
 
 
+@pytest.mark.long
 def test_split_weights_of_one_process(tmp_path: Path, accelerator: str) -> None:
     _assert_all_ok(tmp_path, accelerator, "alone", of="sharded_step_cases", size=1)
 

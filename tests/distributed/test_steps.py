@@ -52,8 +52,8 @@ AGREED_LONG = (
     "a_guard_in_one_process",
     "collectives_that_are_refused",
 )
-HOOKS = ("of_low_rank", "refused")
-HOOKS_LONG = ("state_on_the_device", "options_of_the_host", "under_the_callback")
+HOOKS = ("of_low_rank",)
+HOOKS_LONG = ("state_on_the_device", "options_of_the_host", "under_the_callback", "refused")
 OVER_SOCKETS = (
     "another_shape_over_sockets",
     "an_error_in_one_process_over_sockets",

@@ -136,7 +136,7 @@ class Walk:
             self._enqueue(root)
         while (queue := self._queue or self._behind or self._unread) and len(self._seen) < _MAX_OBJECTS:
             root = queue.popleft()
-            if isinstance(root.value, Optimizer) and self._scope.is_foreign(root.value):
+            if issubclass(type(root.value), Optimizer) and self._scope.is_foreign(root.value):
                 root = replace(root, by_name=True)  # what the step names of it does not move by itself
             if id(root.value) not in self._seen and (root.is_entered or self._enters(root)):
                 self._seen[id(root.value)] = root.value
