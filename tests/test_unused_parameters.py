@@ -1,4 +1,4 @@
-"""What processes have used of a wrapper's parameters, put together."""
+"""The parameters of a wrapper that processes have used, put together."""
 
 from __future__ import annotations
 

@@ -265,8 +265,8 @@ class Peers:
                 missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
                 text = (
                     f"Rank {', '.join(map(str, missing))} did not come to the start of training"
-                    f" within {next_s:.0f} s: it has failed before, and says why, or it has other"
-                    " callbacks. Give every process the same."
+                    f" or of an evaluation within {next_s:.0f} s: it has failed before, and says why,"
+                    " or it has other callbacks. Give every process the same."
                 )
                 if next_s >= timeout_s:
                     raise self._failures.alone(text)

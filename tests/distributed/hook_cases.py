@@ -20,7 +20,7 @@ from tests.harness import assert_same
 
 
 class Feedback:
-    """What rounding to bfloat16 has lost, by bucket: it is added to the next gradients."""
+    """The error of rounding to bfloat16, by bucket: it is added to the next gradients."""
 
     def __init__(self) -> None:
         self.lost: dict[int, Tensor] = {}
@@ -201,7 +201,7 @@ def under_the_callback(here: Here) -> None:
 
 
 def refused(here: Here) -> None:
-    """Tensors that are bound anew, counters, and torch's hooks that do both."""
+    """Hooks that bind other tensors or count, and torch's, which do both."""
     for loop, kind, reason in (
         (Rebinding, CaptureError, "lost"),
         (Counting, CaptureError, "calls"),

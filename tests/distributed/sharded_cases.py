@@ -593,7 +593,7 @@ def _evaluated_alone(here: Here, how: str) -> None:
 
 
 def evaluations_that_one_refuses(here: Here) -> None:
-    """What one process cannot capture is captured by none."""
+    """Evaluations that one process cannot capture are captured by none."""
 
     class RefusedOnOne(ShardedNet):
         def configure_model(self) -> None:

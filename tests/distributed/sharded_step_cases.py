@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_cudagraph import GraphedStep, UnsupportedError
 from tests.distributed.cases import Here
-from tests.distributed.step_cases import Plain, _device, _join, _same
+from tests.distributed.step_cases import FabricInOne, Plain, _device, _join, _same
 from tests.loops import Net
 
 STEPS = 16
@@ -125,6 +125,13 @@ class LooksOnly(ShardedLoop):
             return step(x, y)
 
 
+class LooksInWindows(LooksOnly):
+    """The same while gradients of training steps would not be reduced."""
+
+    def around(self, index: int) -> None:
+        self.net.set_requires_gradient_sync(index < 9)
+
+
 class ForgetsToDrop(ShardedLoop):
     """Some calls add to the gradients of the one before, which a graph of the others would drop."""
 
@@ -158,13 +165,7 @@ class WithFabric(ShardedLoop):
         self.net = self.fabric.setup(Net())
         self.optimizer = self.fabric.setup_optimizers(torch.optim.AdamW(self.net.parameters(), lr=1e-2))
 
-    def step(self, x: Tensor, y: Tensor) -> Any:
-        self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.net(x), y)
-        self.fabric.backward(loss)
-        self.fabric.clip_gradients(self.net, self.optimizer, max_norm=0.5, error_if_nonfinite=False)
-        self.optimizer.step()
-        return loss
+    step: Any = FabricInOne.step
 
 
 def a_loop(here: Here) -> None:
@@ -202,6 +203,8 @@ def calls_without_gradients(here: Here) -> None:
     """Weights that stay gathered are used in place, as in an evaluation."""
     step = _same(here, LooksOnly, STEPS - 1 - WARM_UP)
     assert any("stay so" in text for text in step.summary.calls.eager), step.summary
+    step = _same(here, LooksInWindows, 10 - 1 - WARM_UP)
+    assert any("gradients wait to be reduced" in text for text in step.summary.calls.eager), step.summary
 
 
 def alone(here: Here) -> None:

@@ -241,8 +241,7 @@ class Guards:
             omitted,
             by_identity=TABLES,
             closed=known,
-            # A wrapper of Lightning's or Fabric's is that of its optimizer.
-            is_foreign=lambda optimizer: id(vars(optimizer).get("_optimizer", optimizer)) not in own,
+            is_foreign=lambda optimizer: id(optimizer) not in own,
         )
         roots = [
             Root(os.environ, "os.environ", "the process"),
