@@ -37,6 +37,8 @@ class GraphedByHand:
         self.module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
         self._workload = workload
         self._static: Any = None
+        # The loss of a batch.
+        self.loss: Callable[[Any], Any] = lambda batch: self.module.training_step(batch, 0)
         self._optimizer, self._schedule = _configured(self.module)
         self._stream = torch.cuda.Stream()
         # Of its own, as in torch's own examples: cuBLAS then takes its workspaces inside the capture,
@@ -49,7 +51,7 @@ class GraphedByHand:
         """The training step, for warm-up and capture."""
         amp = self._workload.precision == "bf16-mixed"
         with torch.autocast("cuda", torch.bfloat16, enabled=amp, cache_enabled=False):
-            loss = self.module.training_step(self._static, 0)
+            loss = self.loss(self._static)
         assert isinstance(loss, Tensor)
         self._optimizer.zero_grad()
         loss.backward()
@@ -73,7 +75,9 @@ class GraphedByHand:
             step: runs in the capture; by default `self.step`.
         """
         self._optimizer.zero_grad()
-        with torch.cuda.graph(self._graph, stream=self._capture_stream):
+        # Other threads may make CUDA calls, such as NCCL's watchdog.
+        mode: Any = "thread_local"
+        with torch.cuda.graph(self._graph, stream=self._capture_stream, capture_error_mode=mode):
             (step or self.step)()
 
     def replay(self) -> None:
@@ -96,9 +100,13 @@ class GraphedByHand:
             if alone:
                 self.replay()
                 continue
-            self._take(batch)
-            self.replay()
-            self._move_rate()
+            self.train_step(batch)
+
+    def train_step(self, batch: Any) -> None:
+        """Copy a batch into the static one and launch the graph."""
+        self._take(batch)
+        self.replay()
+        self._move_rate()
 
     def _take(self, batch: Any) -> None:
         if self._static is None:

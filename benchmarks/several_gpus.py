@@ -1,8 +1,10 @@
-"""Step time on several GPUs: eager, with the callback, and with the callback without timings.
+"""Step time on several GPUs: eager, by hand, with the callback, and with the callback without timings.
 
 All fits of a model are in one group of processes, in turn, with `self.log` and TensorBoardLogger; every
-process has its own batches. Rank 0 prints for each the median, minimum and maximum over the rounds of
-the mean step time, and the speedup over eager, taken round by round.
+process has its own batches. A loop by hand, with the step and its all-reduces in one graph, has no
+Trainer and no logs. Rank 0 prints for each the median, minimum and maximum over the rounds of the mean
+step time, and the speedup over eager, taken round by round. With `--alone` each round ends with the
+callback without timings on one GPU, in a process without a group.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.several_gpus
 
@@ -18,6 +20,9 @@ import json
 import logging
 import os
 import statistics
+import subprocess
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,13 +31,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from benchmarks.fits import ON_GPU, environment, pinned
+from benchmarks.by_hand import GraphedByHand
+from benchmarks.fits import ON_GPU, environment, pinned, synchronize
 from benchmarks.models import MODELS, Workload
 from benchmarks.stopwatch import WARM_STEPS, Stopwatch
 from benchmarks.trainers import trainer_for
@@ -59,12 +67,18 @@ VARIANTS = {
     "the same, one stream": Variant(lambda: [CUDAGraphCallback(timings=None, streams=1)]),
     "no timings, small buckets": Variant(lambda: [CUDAGraphCallback(timings=None)], SMALL_BUCKETS),
 }
+BY_HAND = "by hand"
+BY_HAND_SMALL = "by hand, small buckets"
+# The callback without timings, on one GPU and without a group.
+ONE_GPU = "one GPU"
+# DDP looks at its buckets in the tenth step, and a capture comes after it.
+_WARM_UP_STEPS = 11
 # More would only take memory of the host.
 DIFFERENT_BATCHES = 8
 
 
 def _batches(workload: Workload, steps: int, tiny: bool) -> DataLoader[Any]:
-    torch.manual_seed(int(os.environ["RANK"]))
+    torch.manual_seed(int(os.environ.get("RANK", 0)))
     batches = [workload.batch(tiny) for _ in range(DIFFERENT_BATCHES)]
     batches = pinned(batches)
     every: Any = [batches[index % DIFFERENT_BATCHES] for index in range(steps)]
@@ -133,6 +147,66 @@ def step_us(
     return stopwatch.step_us
 
 
+class _Loss(nn.Module):
+    """The loss of a batch, for `DistributedDataParallel`."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any) -> Any:
+        return self.module.training_step(batch, 0)
+
+
+def step_by_hand_us(workload: Workload, of_ddp: Mapping[str, Any], steps: int, tiny: bool) -> float:
+    """Mean step time in microseconds of a loop by hand, in the process group that is there."""
+    loader = _batches(workload, steps, tiny)
+    torch.manual_seed(1)
+    loop = GraphedByHand(workload, tiny)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # a wrapper made on the default stream cannot be captured
+        loop.loss = DistributedDataParallel(
+            _Loss(loop.module), device_ids=[torch.cuda.current_device()], **of_ddp
+        )
+    stream.synchronize()
+    began_s = 0.0
+    for index, batch in enumerate(loader):
+        if index < _WARM_UP_STEPS:
+            loop.warm_up(batch)
+            continue
+        if index == _WARM_UP_STEPS:
+            loop.capture()
+        if index == WARM_STEPS:
+            synchronize()
+            began_s = time.perf_counter()
+        loop.train_step(batch)
+    synchronize()
+    return (time.perf_counter() - began_s) / (steps - WARM_STEPS) * 1e6
+
+
+def _alone_us(workload: Workload, steps: int, tiny: bool) -> float:
+    """The mean step time in a process that knows of no group."""
+    of_group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_")
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith((*of_group, "TORCHELASTIC"))
+    }
+    how = ["--models", workload.name, "--steps", str(steps), *(["--tiny"] if tiny else [])]
+    command = [sys.executable, "-m", "benchmarks.several_gpus", "--only-alone", *how]
+    done = subprocess.run(command, env=plain, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def _step_alone_us(workload: Workload, steps: int, tiny: bool) -> float:
+    stopwatch, callback = Stopwatch(), CUDAGraphCallback(timings=None)
+    how = {"max_epochs": None, "max_steps": steps, "limit_val_batches": 0}
+    pl.seed_everything(1, verbose=False)
+    with trainer_for(workload, [stopwatch, callback], **how) as trainer:
+        trainer.fit(workload.make(tiny), _batches(workload, steps, tiny))
+    return stopwatch.step_us
+
+
 def main() -> None:
     names = [workload.name for workload in MODELS]
     parser = argparse.ArgumentParser(description=__doc__)
@@ -141,6 +215,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sharded", action="store_true", help="split weights between the processes")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to check that all runs")
+    parser.add_argument("--alone", action="store_true", help="measure one GPU alone, too")
+    parser.add_argument("--only-alone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
     if args.steps <= WARM_STEPS:
@@ -151,15 +227,28 @@ def main() -> None:
     for workload in MODELS:
         if workload.name not in args.models:
             continue
+        if args.only_alone:
+            print(_step_alone_us(workload, args.steps, args.tiny))
+            continue
         if not workload.is_here:
             print(f"{workload.name} is left out: it needs {workload.needs}")
             continue
         variants = {n: each for n, each in VARIANTS.items() if not (args.sharded and each.of_ddp)}
         times_us: dict[str, list[float]] = {name: [] for name in variants}
+        is_first = int(os.environ["RANK"]) == 0
+        if not args.sharded and ON_GPU:
+            times_us |= {BY_HAND: [], BY_HAND_SMALL: []}
         for _ in range(args.rounds):
             for name, variant in variants.items():
                 times_us[name].append(step_us(workload, variant, args.steps, args.tiny, args.sharded))
-        if int(os.environ["RANK"]) != 0:
+            for name, of_ddp in ((BY_HAND, {}), (BY_HAND_SMALL, SMALL_BUCKETS)):
+                if name in times_us:
+                    times_us[name].append(step_by_hand_us(workload, of_ddp, args.steps, args.tiny))
+            if args.alone:
+                if is_first:
+                    times_us.setdefault(ONE_GPU, []).append(_alone_us(workload, args.steps, args.tiny))
+                dist.barrier()
+        if not is_first:
             continue
         for name, times in times_us.items():
             faster = [eager / time for eager, time in zip(times_us[EAGER], times, strict=True)]

@@ -41,7 +41,7 @@ class Instruction(NamedTuple):
     scratch: int
 
 
-_KINDS = "make make write write list view share drop drop unknown unseen lie"
+_KINDS = "make make write write list view share drop drop unknown unseen lie collective wait"
 NAMES = tuple(_KINDS.split())
 SCRATCH = (0, 0, 4, 8)
 
@@ -183,7 +183,7 @@ class Scheduled:
 
     Args:
         program: its instructions.
-        streams: number of streams.
+        streams: number of streams, without that of collectives.
         flow: the placement under test.
         held: keeps memory that other streams use.
         knows_liars: undeclared writes are known.
@@ -204,6 +204,8 @@ class Scheduled:
         self.held = held(self.flow)
         self._knows_liars = knows_liars
         self._refuses = refuses
+        # The numbers of collectives that the program has not waited for, and their memory.
+        self._under_way: dict[int, list[Place]] = {}
         self._allocator = Allocator()
         self._tensors = [Tensor(self._allocator.ask(0, _SIZE), 0, _SIZE) for _ in range(_OLDER)]
         self.older = [tensor.place for tensor in self._tensors]
@@ -249,10 +251,28 @@ class Scheduled:
             del self._tensors[_OLDER + instruction.target % (len(self._tensors) - _OLDER)]
 
     def _unknown(self, instruction: Instruction) -> None:
-        target = self._pick(instruction.target)
-        self._bar([self._pick(n).place for n in instruction.others], [target.place], instruction.scratch)
+        target = self._pick(instruction.target).place
+        reads = [self._pick(n).place for n in instruction.others]
+        if any(_overlap([target, *reads], places) for places in self._under_way.values()):
+            self._wait(instruction)  # a program that does not is wrong without streams, too
+        self._bar(reads, [target], instruction.scratch)
 
     _unseen = _unknown  # what is no op is noticed before the next one, and does the same
+
+    def _collective(self, instruction: Instruction) -> None:
+        tensors = [self._pick(n) for n in (instruction.target, *instruction.others)]
+        placed = self.flow.collective([tensor.span for tensor in tensors], cost=3.0)
+        for tensor in tensors:
+            self.held.use(placed, tensor.block.home, tensor.block, tensor.block.size)
+        places = [tensor.place for tensor in tensors]
+        self.kernels.append(Kernel(placed.stream, placed.waits, places, places))
+        self._under_way[placed.number] = places
+
+    def _wait(self, instruction: Instruction) -> None:
+        """Let the program wait for the last collective."""
+        if self._under_way:
+            self.flow.wait_for(max(self._under_way))
+        self._under_way.clear()
 
     def _bar(self, reads: list[Place], writes: list[Place], scratch: int = 0) -> None:
         work = []
@@ -326,7 +346,7 @@ class Scheduled:
 
     def orders(self, seeds: int) -> Iterator[list[tuple[int, bool]]]:
         """Orders of the halves of all kernels: each stream as early as possible, and random ones."""
-        streams = self.flow.streams
+        streams = self.flow.streams + 1  # and that of collectives
         permutations = itertools.permutations(range(streams))
         for preference in itertools.islice(permutations, 24):
             yield self._order(lambda ready, p=preference: min(ready, key=p.index))
@@ -379,13 +399,14 @@ class Scheduled:
         )
 
 
-def _conflict(one: Kernel, other: Kernel) -> bool:
-    def overlap(some: list[Place], others: list[Place]) -> bool:
-        return any(
-            a.physical < b.physical + b.size and b.physical < a.physical + a.size
-            for a in some
-            for b in others
-        )
+def _overlap(some: list[Place], others: list[Place]) -> bool:
+    return any(
+        a.physical < b.physical + b.size and b.physical < a.physical + a.size
+        for a in some
+        for b in others
+    )
 
+
+def _conflict(one: Kernel, other: Kernel) -> bool:
     writes, other_writes = one.writes + one.scratch, other.writes + other.scratch
-    return overlap(writes, other.reads + other_writes) or overlap(one.reads, other_writes)
+    return _overlap(writes, other.reads + other_writes) or _overlap(one.reads, other_writes)

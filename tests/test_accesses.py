@@ -109,7 +109,7 @@ def test_without_the_table_the_lies_are_found(device: str, monkeypatch: pytest.M
 
 def test_a_write_beside_what_is_declared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(4, 4)
-    monkeypatch.setattr(accesses, "_span", lambda tensor: (tensor.data_ptr(), tensor.data_ptr() + 4))
+    monkeypatch.setattr(accesses, "span_of", lambda tensor: (tensor.data_ptr(), tensor.data_ptr() + 4))
     assert told(lambda: x[1].add_(1), x).lies == {"aten::add_.Tensor writes into memory of self"}
 
 

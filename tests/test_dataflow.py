@@ -6,14 +6,14 @@ out, each of these tests fails: that is tested, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
+from lightning_cudagraph.device.streams.dataflow import AddressRange, Flow, HeldMemory, Placed
 from tests.simulated import NAMES, SCRATCH, Instruction, RefusedError, Scheduled, random_program
 
 pytestmark = pytest.mark.usefixtures("hypothesis_leaves_no_clock")
@@ -59,14 +59,17 @@ def test_every_order_comes_to_the_same(streams: int) -> None:
 @pytest.mark.long
 @_quiet
 @given(_program)
-def test_one_stream_waits_for_nothing(program: list[Instruction]) -> None:
-    assert not any(kernel.waits for kernel in Scheduled(program, 1).kernels)
+def test_one_stream_waits_for_collectives_alone(program: list[Instruction]) -> None:
+    kernels = Scheduled(program, 1).kernels
+    waits = [(kernel, kernels[number]) for kernel in kernels for number in kernel.waits]
+    assert all({kernel.stream, other.stream} == {0, 1} for kernel, other in waits)
 
 
 @_quiet
 @given(_program)
 def test_nothing_is_kept_when_all_have_come_together(program: list[Instruction]) -> None:
     scheduled = Scheduled(program, 4)
+    scheduled.flow.wait_for(scheduled.flow.last[-1])
     scheduled.flow.barrier()
     scheduled.held.release()
     assert not list(scheduled.held)
@@ -102,6 +105,26 @@ class _NothingWaitsForBarriers(Flow):
         return placed
 
 
+class _BarrierForgetsCollectives(Flow):
+    def barrier(self) -> Placed:
+        placed = super().barrier()
+        self._memory.clear()
+        return placed
+
+
+class _CollectivesWaitForNothing(Flow):
+    def collective(self, spans: Iterable[AddressRange], cost: float = 1.0) -> Placed:
+        placed = self._place(self.streams, set(), cost)
+        self._under_way[placed.number] = list(spans)
+        self._write(self._under_way[placed.number], placed.number)
+        return placed
+
+
+class _WaitsAreIgnored(Flow):
+    def wait_for(self, number: int) -> None:
+        pass
+
+
 class _KeepsNothing(HeldMemory):
     def use(self, placed: Placed, home: int, owner: Any, size_bytes: int = 0) -> None:
         pass
@@ -118,6 +141,9 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "write after read": {"flow": _NoWriteAfterRead},
     "what a barrier waits for": {"flow": _BarrierWaitsForNothing},
     "what waits for a barrier": {"flow": _NothingWaitsForBarriers},
+    "what a collective waits for": {"flow": _CollectivesWaitForNothing},
+    "collectives under way at a barrier": {"flow": _BarrierForgetsCollectives},
+    "waits for collectives": {"flow": _WaitsAreIgnored},
     "memory that others use": {"held": _KeepsNothing, "refuses": False},
     "how long memory is held": {"held": _LetsGoAtOnce, "refuses": False},
     "what is written undeclared": {"knows_liars": False},

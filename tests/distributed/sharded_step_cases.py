@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_cudagraph import GraphedStep, UnsupportedError
 from tests.distributed.cases import Here
-from tests.distributed.step_cases import FabricInOne, Plain, _device, _join, _same
+from tests.distributed.step_cases import FabricInOne, Plain, _device, _same, join
 from tests.loops import Net
 
 STEPS = 16
@@ -221,7 +221,7 @@ def under_fabric(here: Here) -> None:
 
 def refused(here: Here) -> None:
     """Tensor parallelism, and weights in host memory."""
-    _join(here)
+    join(here)
     device = _device(here)
     mesh = dist.init_device_mesh(device.type, (2,))
 

@@ -47,7 +47,7 @@ def _device(here: Here) -> torch.device:
     return torch.device("cuda", here.rank) if here.accelerator == "gpu" else torch.device("cpu")
 
 
-def _join(here: Here) -> None:
+def join(here: Here) -> None:
     """Join a process group, which lasts for the launch."""
     if not dist.is_initialized():
         os.environ["RANK"] = os.environ["LOCAL_RANK"]
@@ -73,7 +73,7 @@ class Plain:
         self.build()
 
     def join(self) -> None:
-        _join(self.here)
+        join(self.here)
 
     def make(self) -> nn.Module:
         return Net()
@@ -807,7 +807,7 @@ class OnOneAlone(Collective):
 def a_step_of_one_process(here: Here) -> None:
     """One process alone may call it."""
     if here.rank == 1:
-        _join(here)
+        join(here)
         return
     step = _same(here, OnOneAlone, STEPS - 3)
     assert step.summary.calls.captures == 1, step.summary

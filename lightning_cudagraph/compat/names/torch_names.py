@@ -264,7 +264,7 @@ _DISTRIBUTED = (
         for name in ("_has_rebuilt_buckets", "_lazy_init_ran", "_delay_all_reduce_params")
     ),
     *named(f"{_C10D}.Reducer", "_check_reducer_finalized _reset_state _get_local_used_map", REPLICAS),
-    *named(_C10D, "_create_work_from_future Work.unbox", COLLECTIVES),
+    *named(_C10D, "_create_work_from_future Work.unbox ProcessGroup.unbox", COLLECTIVES),
     *named("torch.distributed.distributed_c10d", "_get_default_store PrefixStore", COLLECTIVES),
     *named("torch.distributed.distributed_c10d", "_world", COLLECTIVES),
     *named("torch.library.Library", "_destroy", TIMES),

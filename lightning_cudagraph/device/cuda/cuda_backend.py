@@ -23,6 +23,7 @@ from lightning_cudagraph.device.cuda.graph_parts import CudaParts
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import HostInput, host_work_of
 from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
+from lightning_cudagraph.device.sentry.collective_hooks import group_and_work
 from lightning_cudagraph.device.sentry.host_checks import HostChecks, LateChecks
 from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES, HostOps
 from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, RewritingSentry
@@ -134,7 +135,7 @@ class CudaBackend:
         memory = HostMemory()
         graph = CudaParts(self.generators, self._pool)
         streams = [side.stream for side in sides]
-        branches = Branches(streams, graph.record) if len(sides) > 1 else None
+        branches = Branches(streams, graph.record, group_and_work) if len(sides) > 1 else None
         sentry = RewritingSentry(self.generators, memory, branches, host)
         sentry.writes = Writes(storages_held() if is_compiled else None)
         sentry.host_checks = HostChecks(self.checks)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_cudagraph.device.sentry.collectives import work_of
+from lightning_cudagraph.device.sentry.collectives import group_of, work_of
 
 # Names of the ops in torch (torch/csrc/distributed/c10d/Ops.cpp), and their public names. Barriers and
 # point-to-point messages are left out.
@@ -49,6 +49,17 @@ class CollectiveHook(Protocol):
 
 
 _hooks: list[CollectiveHook] = []
+
+
+def group_and_work(func: Any, args: tuple[Any, ...], returned: Any) -> tuple[Any, Any] | None:
+    """The process group and the `Work` of a collective.
+
+    Returns:
+        None for other ops, and for a collective that is issued later or done.
+    """
+    is_known = func._schema.name.rpartition("::")[2] in _NAMES
+    work = work_of(returned) if is_known and not _are_gathered() else None
+    return None if work is None else (group_of(args), work)
 
 
 def run_collective(func: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:

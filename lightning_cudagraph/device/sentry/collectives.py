@@ -62,6 +62,14 @@ def wait_for(func: Any, returned: Any) -> None:
     work_of(returned).wait()
 
 
+def group_of(args: tuple[Any, ...]) -> Any:
+    """The process group among the arguments of a collective's op."""
+    kinds: Any = torch._C._distributed_c10d
+    objects = (arg for arg in args if isinstance(arg, torch.ScriptObject))
+    boxed = next(each for each in objects if str(each).endswith(".ProcessGroup>"))
+    return kinds.ProcessGroup.unbox(boxed)
+
+
 def work_of(returned: Any) -> Any:
     """The `Work` of a collective by what its op has returned; None if there is none yet."""
     boxed = returned[-1] if isinstance(returned, (tuple, list)) else returned

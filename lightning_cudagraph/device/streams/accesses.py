@@ -77,10 +77,15 @@ class Access:
     tensors: list[Tensor]
     cost: float
     places: list[tuple[torch.UntypedStorage, int]]
+    sizes: list[tuple[Tensor, torch.Size]]
 
     def moved(self) -> bool:
-        """True if the op has moved an argument's storage; the old memory may be in use elsewhere."""
-        return any(storage.data_ptr() != address for storage, address in self.places)
+        """True if the op has moved an argument's storage, or resized its `out` argument.
+
+        It may have used other memory then.
+        """
+        is_moved = any(storage.data_ptr() != address for storage, address in self.places)
+        return is_moved or any(tensor.shape != size for tensor, size in self.sizes)
 
 
 @cache
@@ -106,14 +111,14 @@ def access_of(func: Any, args: Any, kwargs: Any) -> Access | None:
     written = written_by(func, args, kwargs)
     if func._schema.is_mutable and not written:
         return None
-    reads, writes = [*map(_span, tensors)], [*map(_span, written)]
-    if any(argument.is_out for argument in func._schema.arguments):
-        if not all(tensor.numel() for tensor in written):
-            return None  # the op allocates memory for it
-        writes = [all_of(tensor) for tensor in written]  # its size may change
+    reads, writes = [*map(span_of, tensors)], [*map(span_of, written)]
+    is_out = any(argument.is_out for argument in func._schema.arguments)
+    if is_out and not all(tensor.numel() for tensor in written):
+        return None  # the op allocates memory for it
     moved_bytes = sum(end - start for start, end in (*reads, *writes))
     cost = 1.0 + moved_bytes / _BYTES_A_KERNEL
-    return Access(reads, writes, tensors, cost, [*map(_place, written)])
+    sizes = [(tensor, tensor.shape) for tensor in written if is_out]
+    return Access(reads, writes, tensors, cost, [*map(_place, written)], sizes)
 
 
 def made_by(result: Any, tensors: list[Tensor], device_type: str) -> list[Tensor]:
@@ -172,7 +177,8 @@ def all_of(tensor: Tensor) -> AddressRange:
     return start, start + storage.nbytes()
 
 
-def _span(tensor: Tensor) -> AddressRange:
+def span_of(tensor: Tensor) -> AddressRange:
+    """The addresses of the elements of a tensor, with those in between."""
     if not tensor.numel():
         return 0, 0
     start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.itemsize

@@ -4,8 +4,12 @@ Work captured on one stream is a chain, each kernel after the one before, and sm
 of a GPU idle. Here each op of the step runs on one of a few capture streams, and waits only for the ops
 that it depends on. All other code sees no difference: between two ops the step's own stream is current,
 and *it waits for everything issued so far*. So work that passes no dispatcher (a Triton kernel, an
-extension, a collective that is waited for, an event) comes after all ops before it. The state of the
-capture shows it before the next op, and all later ops wait for it.
+extension, an event) comes after all ops before it. The state of the capture shows it before the next op,
+and all later ops wait for it.
+
+A collective is on NCCL's stream, and the step's own stream waits for it where the code of the step does.
+Ops wait for it by their data. So the part of an optimizer's step that needs one all-reduce comes behind
+it, beside the later ones.
 """
 
 from __future__ import annotations
@@ -23,16 +27,21 @@ from lightning_cudagraph.device.streams.accesses import (
     has_address,
     launches_nothing,
     made_by,
+    span_of,
 )
 from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
 from lightning_cudagraph.device.streams.driver import let_wait, position_of
-from lightning_cudagraph.tensors.writes import users_of
+from lightning_cudagraph.device.streams.list_ops import length_of, part_of, tensors_at
+from lightning_cudagraph.tensors.writes import tensors_in, users_of
 
 _UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
 # The memory of a stream that may be held for other streams before it waits for them: this, or a share of
 # what the capture has allocated, if that is more.
 _HELD_BYTES = 1 << 20
 _HELD_SHARE = 1 / 64
+# The bytes that a collective between GPUs of one machine averages in the time of a small kernel: a rough
+# guess, with which ops are assigned to streams.
+_BYTES_A_KERNEL = 5e5
 
 
 class SentBackError(RuntimeError):
@@ -45,6 +54,8 @@ class Branches:
     Args:
         streams: streams of one capture. The first is the step's own, which is current between ops.
         record: records an event on a stream, and keeps it alive as long as the graph.
+        group_and_work: the process group and the `Work` of a collective that was issued; None for
+            other ops.
 
     Attributes:
         broken: the reason why the order of ops may be wrong; None if it is right.
@@ -54,8 +65,10 @@ class Branches:
         self,
         streams: Sequence[torch.cuda.Stream],
         record: Callable[[torch.cuda.Event, torch.cuda.Stream], None],
+        group_and_work: Callable[[Any, Any, Any], tuple[Any, Any] | None],
     ) -> None:
         self._record = record
+        self._group_and_work = group_and_work
         self._streams = list(streams)
         self._own = self._streams[0]
         # The stream that memory was allocated on, by address. Unknown memory belongs to the step's own
@@ -65,6 +78,9 @@ class Branches:
         self._held = HeldMemory(self._flow, _is_free)
         self._nodes: list[tuple[int, ...]] = []
         self._left: tuple[int, ...] = ()
+        # The numbers of collectives of one process group, by their nodes.
+        self._collectives: dict[int, int] = {}
+        self._group: Any = None
         # The position of each stream after its last op.
         self._at: list[tuple[int, ...]] = []
         self._made_bytes = 0
@@ -77,6 +93,7 @@ class Branches:
         self._flow = Flow(len(self._streams))
         self._held = HeldMemory(self._flow, _is_free)
         self._nodes = []
+        self._collectives = {}
         fork = torch.cuda.Event()
         self._record(fork, self._own)
         for stream in self._streams[1:]:
@@ -110,13 +127,35 @@ class Branches:
             return self._run_alone(func, args, kwargs)
         if not any(tensor.is_cuda for tensor in access.tensors) and not _makes_on_cuda(kwargs):
             return func(*args, **kwargs)
-        return self._run_placed(func, args, kwargs, access)
+        return self._run_parts(func, args, kwargs) or self._run_placed(func, args, kwargs, access)
 
     def resized(self) -> None:
         """Let all later ops wait for all earlier ones: they may be given memory that is let go of."""
         if torch.cuda.current_stream(self._own.device) == self._own:
             self._notice()
             self._bar("a storage that is resized")
+
+    def _run_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op on lists in parts, each behind the collective that it waits for.
+
+        Returns:
+            The results of all; None if it is one part, and has not been run.
+        """
+        length = length_of(func, args, kwargs) if self._collectives else 0
+        parts: dict[int, list[int]] = {}
+        for index, tensors in enumerate(tensors_at(args, kwargs, length)):
+            spans = [*map(span_of, tensors)]
+            parts.setdefault(self._flow.collective_before(spans, spans), []).append(index)
+        if len(parts) < 2:
+            return None
+        results: dict[int, Any] = {}
+        for _, indices in sorted(parts.items()):
+            some_args, some_kwargs = part_of(args, kwargs, indices)
+            access = access_of(func, some_args, some_kwargs)
+            assert access is not None
+            made = self._run_placed(func, some_args, some_kwargs, access)
+            results.update(zip(indices, made or indices, strict=True))
+        return [results[index] for index in range(length)]
 
     def _run_placed(self, func: Any, args: Any, kwargs: Any, access: Access) -> Any:
         self._notice()  # reading an address may copy a copy-on-write storage
@@ -161,14 +200,38 @@ class Branches:
         return result
 
     def _run_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a collective after all earlier ops; later ones do not wait for it.
+        """Run a collective after all earlier ops; only those that use its memory wait for it.
 
-        It is on NCCL's stream. Where the step's own stream waits for it, that is seen as other work is.
+        Only those of the first process group are followed, which are on one stream of NCCL's. For others
+        the step's own stream waits where the code of the step does, which is seen as other work is.
         """
         result = func(*args, **kwargs)
-        if self._position(self._own) != self._left:
+        left = self._left
+        if self._position(self._own) != left:
             self._bar(str(func))
+            return result
+        group, work = self._group_and_work(func, args, result) or (None, None)
+        self._group = self._group or group
+        if group is None or work is None or group is not self._group:
+            return result
+        work.wait()  # the step's own stream waits, not the host; what comes next is not to wait
+        nodes = set(self._position(self._own)) - set(left)
+        self._wait(self._own, left)
+        self._left = self._position(self._own)
+        if nodes:
+            self._follow(tensors_in(args), tuple(nodes))
         return result
+
+    def _follow(self, tensors: list[Tensor], nodes: tuple[int, ...]) -> None:
+        """Note a collective under way, and keep its memory, which torch lets go of in `Work.wait`."""
+        spans = [*map(span_of, tensors)]
+        moved_bytes = sum(end - start for start, end in spans)
+        placed = self._flow.collective(spans, 1.0 + moved_bytes / _BYTES_A_KERNEL)
+        self._nodes.append(nodes)
+        self._collectives.update(dict.fromkeys(nodes, placed.number))
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._held.use(placed, self._homes.get(storage.data_ptr(), 0), storage, storage.nbytes())
 
     def _take(self, placed: Placed, made: list[Tensor]) -> None:
         spans = []
@@ -186,7 +249,15 @@ class Branches:
         if not self._nodes and not self._position(self._own):
             # The graph begins in one node.
             self._record(torch.cuda.Event(external=True), self._own)
-        if self._position(self._own) != self._left:
+        position = self._position(self._own)
+        if position == self._left:
+            return
+        new = set(position) - set(self._left)
+        if set(self._left) <= set(position) and new <= self._collectives.keys():
+            for node in new:
+                self._flow.wait_for(self._collectives[node])
+            self._join()
+        else:
             self._bar(_UNSEEN if self._nodes else None)
 
     def _bar(self, what: str | None) -> None:

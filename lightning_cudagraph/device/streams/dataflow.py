@@ -6,6 +6,9 @@ of what it reads, and the last readers and writers of what it writes. On its own
 all earlier ops. So every execution that respects streams and waits computes the same as the program
 order.
 
+A collective is on a stream of NCCL's, one after the other. Ops wait for it by its data, and all else of
+the step from where the step waits for it (`Work.wait`).
+
 Dependencies are between addresses, not tensors: several tensors may have the same memory, at the same
 time or one after the other.
 
@@ -124,7 +127,10 @@ class _Memory:
 
 
 class Flow:
-    """The assignment of ops to streams, in program order; barriers are on stream 0."""
+    """The assignment of ops to streams, in program order; barriers are on stream 0.
+
+    Collectives are on a stream of their own, the last: number `streams`.
+    """
 
     def __init__(self, streams: int) -> None:
         if streams < 1:
@@ -137,29 +143,34 @@ class Flow:
         self._after: list[tuple[int, ...]] = []
         self._ends: list[float] = []
         # The vector clock of each stream, for what is issued there next.
-        self._clocks = [[-1] * streams for _ in range(streams)]
-        self._last = [-1] * streams
+        self._clocks = [[-1] * (streams + 1) for _ in range(streams + 1)]
+        self._last = [-1] * (streams + 1)
         # The last barrier, or -1.
         self._front = -1
+        # The last collective that the step has waited for, or -1; and the memory of those after it.
+        self._awaited = -1
+        self._under_way: dict[int, list[AddressRange]] = {}
+        # The last collective that ops come after which the latest collective comes after, or -1.
+        self._settled = -1
 
     @property
     def used(self) -> int:
-        return sum(last >= 0 for last in self._last)
+        return sum(last >= 0 for last in self._last[: self.streams])
 
     @property
     def end(self) -> float:
-        """The end of all ops, if each took its cost."""
-        return max((self._ends[last] for last in self._last if last >= 0), default=0.0)
+        """The end of all ops but collectives, if each took its cost."""
+        return max((self._ends[last] for last in self._last[: self.streams] if last >= 0), default=0.0)
 
     @property
     def last(self) -> list[int]:
-        """The last op of each stream, or -1."""
+        """The last op of each stream, that of collectives included, or -1."""
         return list(self._last)
 
     @property
     def leaves(self) -> list[int]:
-        """The ops that no other op comes after: to wait for them is to wait for all."""
-        last = [index for index in self._last if index >= 0]
+        """The ops to wait for to wait for all, but for collectives that the step has not waited for."""
+        last = [index for index in (*self._last[: self.streams], self._awaited) if index >= 0]
         return [
             index
             for index in last
@@ -183,14 +194,7 @@ class Flow:
                 for.
         """
         reads, writes = list(reads), list(writes)
-        needed: set[int] = set()
-        for span in reads:
-            for piece in self._memory.overlapping(span):
-                needed.update(self._read_after_write(piece))
-        for span in writes:
-            for piece in self._memory.overlapping(span):
-                needed.update(self._write_after_write(piece))
-                needed.update(self._write_after_read(piece))
+        needed = self._needed(reads, writes)
         if self._front >= 0:
             needed.add(self._front)
         stream = self._choose(needed, cost)
@@ -199,9 +203,7 @@ class Flow:
         for span in reads:
             for piece in self._memory.exactly(span):
                 piece.readers[stream] = placed.number
-        for span in writes:
-            if span[0] < span[1]:
-                self._memory.one(span).writer = placed.number
+        self._write(writes, placed.number)
         return placed
 
     def made(self, placed: Placed, spans: Iterable[AddressRange]) -> list[int]:
@@ -226,18 +228,65 @@ class Flow:
         return sorted(early)
 
     def barrier(self) -> Placed:
-        """Place an op on stream 0 that comes after all earlier and before all later ones."""
-        placed = self._place(0, {last for last in self._last if last >= 0}, 1.0)
+        """Place an op on stream 0 that comes after all `leaves` and before all later ops."""
+        placed = self._place(0, set(self.leaves), 1.0)
         self._front = placed.number
         self._memory.clear()  # later ops come after all earlier users
+        for number, spans in self._under_way.items():
+            self._write(spans, number)
         return placed
+
+    def collective(self, spans: Iterable[AddressRange], cost: float = 1.0) -> Placed:
+        """Place a collective, which comes after all `leaves` and all earlier collectives.
+
+        Args:
+            spans: the memory that it uses.
+        """
+        leaves = set(self.leaves)
+        self._settled = max((self._after[n][self.streams] for n in leaves), default=-1)
+        placed = self._place(self.streams, leaves, cost)
+        self._under_way[placed.number] = list(spans)
+        self._write(self._under_way[placed.number], placed.number)
+        return placed
+
+    def wait_for(self, number: int) -> None:
+        """Let barriers and `leaves` come after a collective."""
+        self._awaited = max(self._awaited, number)
+        self._under_way = {n: spans for n, spans in self._under_way.items() if n > number}
+
+    def collective_before(self, reads: Iterable[AddressRange], writes: Iterable[AddressRange]) -> int:
+        """The last collective that an op has to come after because of its memory.
+
+        Returns:
+            Its number; -1 if there is none, or if ops before the latest collective come after it.
+        """
+        last = max((self._after[n][self.streams] for n in self._needed(reads, writes)), default=-1)
+        return last if last > self._settled else -1
 
     def ends(self, number: int) -> float:
         """The end of an op, if each took its cost."""
         return self._ends[number]
 
     def comes_after(self, stream: int, index: int) -> bool:
-        return index <= self._front or self._clocks[stream][self._stream_of[index]] >= index
+        clocks = [self._clocks[stream], *([self._after[self._front]] if self._front >= 0 else [])]
+        return any(clock[self._stream_of[index]] >= index for clock in clocks)
+
+    def _needed(self, reads: Iterable[AddressRange], writes: Iterable[AddressRange]) -> set[int]:
+        """The ops that an op has to come after because of its memory."""
+        needed: set[int] = set()
+        for span in reads:
+            for piece in self._memory.overlapping(span):
+                needed.update(self._read_after_write(piece))
+        for span in writes:
+            for piece in self._memory.overlapping(span):
+                needed.update(self._write_after_write(piece))
+                needed.update(self._write_after_read(piece))
+        return needed
+
+    def _write(self, spans: Iterable[AddressRange], number: int) -> None:
+        for start, end in spans:
+            if start < end:
+                self._memory.one((start, end)).writer = number
 
     def _read_after_write(self, piece: _Piece) -> Iterator[int]:
         if piece.writer is not None:
@@ -260,7 +309,7 @@ class Flow:
         if self.streams == 1:
             return 0
         latest = max(needed, default=-1)
-        reached = [-1] * self.streams
+        reached = [-1] * len(self._last)
         for index in needed:
             reached = list(map(max, reached, self._after[index]))
 

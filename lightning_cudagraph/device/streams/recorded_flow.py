@@ -24,13 +24,18 @@ class RecordedOp(NamedTuple):
 
 
 class RecordedFlow:
-    """The ops of a capture, in order, with None for a barrier; each launch moves the `position`."""
+    """The ops of a capture, in order, with None for a barrier; each launch moves the `position`.
+
+    Attributes:
+        has_collectives: some of the step overlap with its ops. Where it waits for them is a barrier.
+    """
 
     def __init__(self, device_type: str, position: Callable[[], object]) -> None:
         self._device_type = device_type
         self._position = position
         self._left: object = None
         self.ops: list[RecordedOp | None] = []
+        self.has_collectives = False
 
     def run(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         if launches_nothing(func, args, kwargs):
@@ -40,6 +45,7 @@ class RecordedFlow:
         access = access_of(func, args, kwargs)
         result = run(func, args, kwargs)
         if func.namespace == "c10d" and self._position() == self._left:
+            self.has_collectives = True
             return result  # on NCCL's stream: what waits for it is seen later
         if access is None:
             self.ops.append(None)
