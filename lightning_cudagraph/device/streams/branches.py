@@ -127,7 +127,9 @@ class Branches:
             return self._run_alone(func, args, kwargs)
         if not any(tensor.is_cuda for tensor in access.tensors) and not _makes_on_cuda(kwargs):
             return func(*args, **kwargs)
-        return self._run_parts(func, args, kwargs) or self._run_placed(func, args, kwargs, access)
+        if parts := self._parts(func, args, kwargs):
+            return self._run_parts(func, args, kwargs, parts)
+        return self._run_placed(func, args, kwargs, access)
 
     def resized(self) -> None:
         """Let all later ops wait for all earlier ones: they may be given memory that is let go of."""
@@ -135,27 +137,26 @@ class Branches:
             self._notice()
             self._bar("a storage that is resized")
 
-    def _run_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op on lists in parts, each behind the collective that it waits for.
-
-        Returns:
-            The results of all; None if it is one part, and has not been run.
-        """
+    def _parts(self, func: Any, args: Any, kwargs: Any) -> list[list[int]]:
+        """The indices of an op on lists that wait for the same collectives; empty if all do."""
         length = length_of(func, args, kwargs) if self._collectives else 0
         parts: dict[int, list[int]] = {}
         for index, tensors in enumerate(tensors_at(args, kwargs, length)):
             spans = [*map(span_of, tensors)]
             parts.setdefault(self._flow.collective_before(spans, spans), []).append(index)
-        if len(parts) < 2:
-            return None
+        return [indices for _, indices in sorted(parts.items())] if len(parts) > 1 else []
+
+    def _run_parts(self, func: Any, args: Any, kwargs: Any, parts: list[list[int]]) -> Any:
+        """Run an op on lists in parts, those first whose collective is done first."""
         results: dict[int, Any] = {}
-        for _, indices in sorted(parts.items()):
+        for indices in parts:
             some_args, some_kwargs = part_of(args, kwargs, indices)
             access = access_of(func, some_args, some_kwargs)
             assert access is not None
             made = self._run_placed(func, some_args, some_kwargs, access)
-            results.update(zip(indices, made or indices, strict=True))
-        return [results[index] for index in range(length)]
+            if made is not None:
+                results.update(zip(indices, made, strict=True))
+        return [results[index] for index in sorted(results)] if results else None
 
     def _run_placed(self, func: Any, args: Any, kwargs: Any, access: Access) -> Any:
         self._notice()  # reading an address may copy a copy-on-write storage
