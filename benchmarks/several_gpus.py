@@ -2,9 +2,9 @@
 
 All fits of a model are in one group of processes, in turn, with `self.log` and TensorBoardLogger; every
 process has its own batches. A loop by hand, with the step and its all-reduces in one graph, has no
-Trainer and no logs. Rank 0 prints for each the median, minimum and maximum over the rounds of the mean
-step time, and the speedup over eager, taken round by round. With `--alone` each round ends with the
-callback without timings on one GPU, in a process without a group.
+Trainer and no logs. Each round ends with the callback without timings on one GPU, in a process without a
+group. Rank 0 prints for each the median, minimum and maximum over the rounds of the mean step time, and
+the speedup over the first, taken round by round.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.several_gpus
 
@@ -26,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ from benchmarks.stopwatch import WARM_STEPS, Stopwatch
 from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback
 
-EAGER = "eager"
 # Arguments of DDP (docs/several_gpus.md#buckets).
 SMALL_BUCKETS = {"bucket_cap_mb": 5, "gradient_as_bucket_view": True}
 
@@ -60,17 +60,14 @@ class Variant:
 
 
 VARIANTS = {
-    EAGER: Variant(list),
-    "the same, small buckets": Variant(list, SMALL_BUCKETS),
+    "eager": Variant(list),
+    "eager, small buckets": Variant(list, SMALL_BUCKETS),
     "callback": Variant(lambda: [CUDAGraphCallback()]),
     "callback, no timings": Variant(lambda: [CUDAGraphCallback(timings=None)]),
-    "the same, one stream": Variant(lambda: [CUDAGraphCallback(timings=None, streams=1)]),
+    "one stream, no timings": Variant(lambda: [CUDAGraphCallback(timings=None, streams=1)]),
+    "callback, small buckets": Variant(lambda: [CUDAGraphCallback()], SMALL_BUCKETS),
     "no timings, small buckets": Variant(lambda: [CUDAGraphCallback(timings=None)], SMALL_BUCKETS),
 }
-BY_HAND = "by hand"
-BY_HAND_SMALL = "by hand, small buckets"
-# The callback without timings, on one GPU and without a group.
-ONE_GPU = "one GPU"
 # DDP looks at its buckets in the tenth step, and a capture comes after it.
 _WARM_UP_STEPS = 11
 # More would only take memory of the host.
@@ -185,7 +182,10 @@ def step_by_hand_us(workload: Workload, of_ddp: Mapping[str, Any], steps: int, t
 
 
 def _alone_us(workload: Workload, steps: int, tiny: bool) -> float:
-    """The mean step time in a process that knows of no group."""
+    """The mean step time in a process that knows of no group, for the first process."""
+    if int(os.environ["RANK"]) != 0:
+        dist.barrier()
+        return float("nan")
     of_group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_")
     plain = {
         name: value
@@ -194,7 +194,8 @@ def _alone_us(workload: Workload, steps: int, tiny: bool) -> float:
     }
     how = ["--models", workload.name, "--steps", str(steps), *(["--tiny"] if tiny else [])]
     command = [sys.executable, "-m", "benchmarks.several_gpus", "--only-alone", *how]
-    done = subprocess.run(command, env=plain, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=plain, stdout=subprocess.PIPE, text=True, check=True)
+    dist.barrier()
     return float(done.stdout.split()[-1])
 
 
@@ -207,6 +208,21 @@ def _step_alone_us(workload: Workload, steps: int, tiny: bool) -> float:
     return stopwatch.step_us
 
 
+def _ways(args: argparse.Namespace) -> dict[str, Callable[[Workload], float]]:
+    """The ways to train that were asked for, in their order in a round."""
+    how = {"steps": args.steps, "tiny": args.tiny}
+    ways: dict[str, Callable[[Workload], float]] = {
+        name: partial(step_us, variant=variant, sharded=args.sharded, **how)
+        for name, variant in VARIANTS.items()
+        if not (args.sharded and variant.of_ddp)
+    }
+    if ON_GPU and not args.sharded:
+        ways["by hand"] = partial(step_by_hand_us, of_ddp={}, **how)
+        ways["by hand, small buckets"] = partial(step_by_hand_us, of_ddp=SMALL_BUCKETS, **how)
+        ways["one GPU, no timings"] = partial(_alone_us, **how)
+    return {name: way for name, way in ways.items() if name in (args.rows or ways)}
+
+
 def main() -> None:
     names = [workload.name for workload in MODELS]
     parser = argparse.ArgumentParser(description=__doc__)
@@ -215,7 +231,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sharded", action="store_true", help="split weights between the processes")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to check that all runs")
-    parser.add_argument("--alone", action="store_true", help="measure one GPU alone, too")
+    parser.add_argument("--rows", nargs="*", help="these alone, by their names in the output")
     parser.add_argument("--only-alone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
@@ -233,25 +249,16 @@ def main() -> None:
         if not workload.is_here:
             print(f"{workload.name} is left out: it needs {workload.needs}")
             continue
-        variants = {n: each for n, each in VARIANTS.items() if not (args.sharded and each.of_ddp)}
-        times_us: dict[str, list[float]] = {name: [] for name in variants}
-        is_first = int(os.environ["RANK"]) == 0
-        if not args.sharded and ON_GPU:
-            times_us |= {BY_HAND: [], BY_HAND_SMALL: []}
+        ways = _ways(args)
+        times_us: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(args.rounds):
-            for name, variant in variants.items():
-                times_us[name].append(step_us(workload, variant, args.steps, args.tiny, args.sharded))
-            for name, of_ddp in ((BY_HAND, {}), (BY_HAND_SMALL, SMALL_BUCKETS)):
-                if name in times_us:
-                    times_us[name].append(step_by_hand_us(workload, of_ddp, args.steps, args.tiny))
-            if args.alone:
-                if is_first:
-                    times_us.setdefault(ONE_GPU, []).append(_alone_us(workload, args.steps, args.tiny))
-                dist.barrier()
-        if not is_first:
+            for name, way in ways.items():
+                times_us[name].append(way(workload))
+        if int(os.environ["RANK"]) != 0:
             continue
+        first = next(iter(times_us.values()))
         for name, times in times_us.items():
-            faster = [eager / time for eager, time in zip(times_us[EAGER], times, strict=True)]
+            faster = [eager / time for eager, time in zip(first, times, strict=True)]
             print(
                 f"{workload.name:10s} {name:26s} {statistics.median(times):8.0f} us"
                 f" ({min(times):.0f} to {max(times):.0f}), {statistics.median(faster):5.2f} x as fast"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -15,7 +16,11 @@ WARM_STEPS = 60
 
 
 class Stopwatch(Callback):
-    """Wall time of the steps after `WARM_STEPS`, with an idle device at both ends."""
+    """Wall time of the steps after `WARM_STEPS`, with an idle device at both ends.
+
+    Garbage is collected before: what setting up a fit has left makes Python collect everything some
+    hundred steps later, once, in 0.2 to 0.4 s (beside transformers).
+    """
 
     def __init__(self) -> None:
         self.step_us = float("nan")
@@ -23,6 +28,7 @@ class Stopwatch(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == WARM_STEPS:
+            gc.collect()
             synchronize()
             self._started_s = time.perf_counter()
 
