@@ -254,6 +254,8 @@ def main() -> None:
         for _ in range(args.rounds):
             for name, way in ways.items():
                 times_us[name].append(way(workload))
+                if int(os.environ["RANK"]) == 0:
+                    print(f"{workload.name}, {name}: {times_us[name][-1]:.0f} us", flush=True)
         if int(os.environ["RANK"]) != 0:
             continue
         first = next(iter(times_us.values()))

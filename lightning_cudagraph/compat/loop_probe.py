@@ -8,7 +8,6 @@ a trainer: a loop that reads more raises, and so counts as changed.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import sys
@@ -21,6 +20,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.profilers import PassThroughProfiler
 
+from lightning_cudagraph.compat.garbage import garbage_kept
 from lightning_cudagraph.compat.probes import found
 
 _FOLDER = os.path.dirname(os.path.abspath(pl.__file__)) + os.sep
@@ -150,11 +150,9 @@ def loop_calls(accumulate: int) -> list[str]:
             calls.append(f"{code.co_filename.removeprefix(_FOLDER)}:{code.co_name}")
 
     # A collection would record finalizers of older runs too, such as a profiler's `__del__`.
-    gc_was_on = gc.isenabled()
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), garbage_kept():
         for _ in range(_BATCHES):
             before = sys.getprofile()
-            gc.disable()
             sys.setprofile(record)
             try:
                 loop.advance(fetcher)
@@ -162,8 +160,6 @@ def loop_calls(accumulate: int) -> list[str]:
                 loop.on_iteration_done()
             finally:
                 sys.setprofile(before)
-                if gc_was_on:
-                    gc.enable()
             calls.append(_counters(trainer))
             calls.append(f"done: {loop.done}")
     return calls

@@ -34,6 +34,7 @@ from lightning_cudagraph.checks.walk.parts import PRIVATE, Moved
 from lightning_cudagraph.checks.walk.scope import Root
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import do_nothing
+from lightning_cudagraph.compat.garbage import garbage_kept
 from lightning_cudagraph.device.lines.user_lines import is_users
 from lightning_cudagraph.device.refusals.first_refusal import is_of_receiver, located, refuse
 from lightning_cudagraph.device.sentry.own_modes import not_compiled
@@ -103,26 +104,27 @@ class Effects:
 
     @contextmanager
     def watched(self, at_handover: Callable[[], object] = do_nothing) -> Iterator[None]:
-        """Record the effects of the enclosed warm-up step.
+        """Record the effects of the enclosed warm-up step, in which no garbage is collected.
 
         Only the last warm-up step of each kind counts: lazy initialisation is done before it.
 
         Args:
             at_handover: called before and after each call that may hand objects to another thread.
         """
-        walk = self._walk(self.mentioned)
         used: dict[int, Any] = {}
 
         def handed_over() -> None:
             self.hands_over = True
             at_handover()
 
-        with _code_noted(self.mentioned, walk, used, handed_over):
-            yield
+        with garbage_kept():
+            walk = self._walk(self.mentioned)
+            with _code_noted(self.mentioned, walk, used, handed_over):
+                yield
+            changes = walk.changes()
         signature, phase = self.kind
         if signature not in self._found:
             make_room(self._found)  # in the order in which warm-ups are forgotten
-        changes = walk.changes()
         seen = {id(moved.node.owner) for moved in changes}
         self._hiding |= {key: value for key, value in used.items() if key not in seen}
         found = [moved for moved in changes if self._is_effect(moved)]

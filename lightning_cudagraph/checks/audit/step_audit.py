@@ -32,6 +32,7 @@ from lightning_cudagraph.checks.walk.parts import UNSTEADY, Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root, Scope
 from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
+from lightning_cudagraph.compat.garbage import garbage_kept
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.consumers import consumers, consumers_of_attribute, is_called
@@ -186,7 +187,8 @@ def step_audit(
 ) -> Iterator[StepAudit]:
     """Refuse a step with effects on the host that a replay would not have.
 
-    If the step is refused or fails, all watched objects are restored.
+    If the step is refused or fails, all watched objects are restored. Python collects no garbage
+    meanwhile, because the step does not do what finalizers do.
 
     Args:
         trainer: the trainer or None; its own switches and numbers are watched, and no object below it.
@@ -195,12 +197,20 @@ def step_audit(
     Yields:
         The audit. Call its `end_backward` after the backward pass.
     """
+    with garbage_kept(), _audited(model, trainer, device, rules, others or {}) as audit:
+        yield audit
+
+
+@contextmanager
+def _audited(
+    model: nn.Module, trainer: Any, device: torch.device, rules: HostRules, others: Mapping[str, Any]
+) -> Iterator[StepAudit]:
     shared = {} if _shared.value is None else _shared.value
     known = shared.get(id(model))
     audit = known or StepAudit(model, device, rules)
     try:
         if known is None:
-            audit.state.add(*_roots(model, trainer, others or {}))
+            audit.state.add(*_roots(model, trainer, others))
         else:
             audit.state.record_again()  # patches of each capture are objects of their own
         with first_refusal_kept() as noted, audit.calls if known is None else nullcontext():

@@ -15,6 +15,7 @@ from torch.autograd import set_multithreading_enabled
 
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.features import CUDA
+from lightning_cudagraph.compat.garbage import garbage_kept
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.backend import Graph
@@ -150,11 +151,13 @@ class CudaBackend:
         failure: BaseException | None = None
         broken: Exception | None = None
         result: Any = None
-        gc_was_on = gc.isenabled()
-        gc.disable()
         try:
             self._recording, self._branches = graph, branches
-            with torch.cuda.stream(self._side_stream), set_multithreading_enabled(False):
+            with (
+                garbage_kept(),
+                torch.cuda.stream(self._side_stream),
+                set_multithreading_enabled(False),
+            ):
                 try:
                     self._begin_part(graph)
                     with (
@@ -178,8 +181,6 @@ class CudaBackend:
             self._recording = self._branches = None
             self._forked.clear()
             host.draws.put_back()
-            if gc_was_on:
-                gc.enable()
         if failure is None and broken is None:
             self._host_input = host.register(self.generators) or self._host_input
             self.barriers = {} if branches is None else branches.barriers

@@ -1,0 +1,3 @@
+"""Collections of garbage in the middle of a step, on CUDA."""
+
+from tests.test_garbage import *  # noqa: F403
