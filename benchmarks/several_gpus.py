@@ -68,6 +68,8 @@ VARIANTS = {
     "callback, small buckets": Variant(lambda: [CUDAGraphCallback()], SMALL_BUCKETS),
     "no timings, small buckets": Variant(lambda: [CUDAGraphCallback(timings=None)], SMALL_BUCKETS),
 }
+# On GPUs, after a fit in the Trainer, which makes the process group.
+OTHERS = ("by hand", "by hand, small buckets", "one GPU, no timings")
 # DDP looks at its buckets in the tenth step, and a capture comes after it.
 _WARM_UP_STEPS = 11
 # More would only take memory of the host.
@@ -174,6 +176,7 @@ def step_by_hand_us(workload: Workload, of_ddp: Mapping[str, Any], steps: int, t
         if index == _WARM_UP_STEPS:
             loop.capture()
         if index == WARM_STEPS:
+            gc.collect()
             synchronize()
             began_s = time.perf_counter()
         loop.train_step(batch)
@@ -217,9 +220,10 @@ def _ways(args: argparse.Namespace) -> dict[str, Callable[[Workload], float]]:
         if not (args.sharded and variant.of_ddp)
     }
     if ON_GPU and not args.sharded:
-        ways["by hand"] = partial(step_by_hand_us, of_ddp={}, **how)
-        ways["by hand, small buckets"] = partial(step_by_hand_us, of_ddp=SMALL_BUCKETS, **how)
-        ways["one GPU, no timings"] = partial(_alone_us, **how)
+        by_hand, small, alone = OTHERS
+        ways[by_hand] = partial(step_by_hand_us, of_ddp={}, **how)
+        ways[small] = partial(step_by_hand_us, of_ddp=SMALL_BUCKETS, **how)
+        ways[alone] = partial(_alone_us, **how)
     return {name: way for name, way in ways.items() if name in (args.rows or ways)}
 
 
@@ -231,10 +235,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sharded", action="store_true", help="split weights between the processes")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to check that all runs")
-    parser.add_argument("--rows", nargs="*", help="these alone, by their names in the output")
+    parser.add_argument("--rows", nargs="*", choices=(*VARIANTS, *OTHERS), help="these alone")
     parser.add_argument("--only-alone", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
+    if args.rows and set(args.rows) <= set(OTHERS):
+        parser.error("--rows: expected one in the Trainer too, which makes the process group")
     if args.steps <= WARM_STEPS:
         parser.error(f"--steps: expected more than {WARM_STEPS}, which are not timed")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

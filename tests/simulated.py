@@ -253,8 +253,9 @@ class Scheduled:
     def _unknown(self, instruction: Instruction) -> None:
         target = self._pick(instruction.target).place
         reads = [self._pick(n).place for n in instruction.others]
-        if any(_overlap([target, *reads], places) for places in self._under_way.values()):
-            self._wait(instruction)  # a program that does not is wrong without streams, too
+        used = [n for n, places in self._under_way.items() if _overlap([target, *reads], places)]
+        if used:  # a program that does not wait is wrong without streams, too
+            self._wait_for(max(used))
         self._bar(reads, [target], instruction.scratch)
 
     _unseen = _unknown  # what is no op is noticed before the next one, and does the same
@@ -269,10 +270,13 @@ class Scheduled:
         self._under_way[placed.number] = places
 
     def _wait(self, instruction: Instruction) -> None:
-        """Let the program wait for the last collective."""
-        if self._under_way:
-            self.flow.wait_for(max(self._under_way))
-        self._under_way.clear()
+        """Let the program wait for a collective, and so for all before it."""
+        if numbers := sorted(self._under_way):
+            self._wait_for(numbers[instruction.start % len(numbers)])
+
+    def _wait_for(self, last: int) -> None:
+        self.flow.wait_for(last)
+        self._under_way = {n: places for n, places in self._under_way.items() if n > last}
 
     def _bar(self, reads: list[Place], writes: list[Place], scratch: int = 0) -> None:
         work = []

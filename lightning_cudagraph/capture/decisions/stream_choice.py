@@ -133,13 +133,13 @@ def _copies_of(live: dict[str, Tensor]) -> dict[str, Tensor] | None:
 def streams_of(flow: RecordedFlow) -> list[int]:
     """The numbers of streams that can be faster than one: the best by the data flow, and fewer.
 
-    On two, parts of an optimizer's step can run beside collectives, which the data flow does not tell.
+    On two, parts of an optimizer's step can run beside all-reduces, which the data flow does not tell.
     """
     one, _ = flow.on(1)
     placed = {streams: flow.on(streams) for streams in _MORE_STREAMS}
     least = min(time for time, _ in placed.values())
     if least > (1 - _LEAST_GAIN) * one:
-        return [2] if flow.has_collectives else []
+        return [2] if flow.has_all_reduces else []
     best = next(n for n, (time, _) in placed.items() if time <= least / (1 - _WORTH_TWICE))
     # With no op on the last ones, fewer streams are the same.
     used = [min(n, placed[n][1]) for n in _MORE_STREAMS if n <= best]

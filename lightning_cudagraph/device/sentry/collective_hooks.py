@@ -18,17 +18,16 @@ import torch.distributed as dist
 from lightning_cudagraph.device.sentry.collectives import group_of, work_of
 
 # Names of the ops in torch (torch/csrc/distributed/c10d/Ops.cpp), and their public names. Barriers and
-# point-to-point messages are left out.
+# point-to-point messages are left out; so are `all_gather` and `reduce_scatter` of lists, because they
+# copy through other memory, which torch lets go of at the first `Work.wait`, and hooks wait early.
 _NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
     "broadcast_": "broadcast",
     "reduce_": "reduce",
-    "allgather_": "all_gather",
     "allgather_coalesced_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
     "_allgather_base_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "_reduce_scatter_base_": "reduce_scatter",
     "alltoall_": "all_to_all",
@@ -52,7 +51,7 @@ _hooks: list[CollectiveHook] = []
 
 
 def group_and_work(func: Any, args: tuple[Any, ...], returned: Any) -> tuple[Any, Any] | None:
-    """The process group and the `Work` of a collective.
+    """The process group and the `Work` of a collective that uses its arguments alone.
 
     Returns:
         None for other ops, and for a collective that is issued later or done.

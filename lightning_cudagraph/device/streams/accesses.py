@@ -79,13 +79,13 @@ class Access:
     places: list[tuple[torch.UntypedStorage, int]]
     sizes: list[tuple[Tensor, torch.Size]]
 
-    def moved(self) -> bool:
-        """True if the op has moved an argument's storage, or resized its `out` argument.
-
-        It may have used other memory then.
-        """
-        is_moved = any(storage.data_ptr() != address for storage, address in self.places)
-        return is_moved or any(tensor.shape != size for tensor, size in self.sizes)
+    def moved(self) -> str:
+        """How the op has used other memory, in words; empty if it has not."""
+        if any(storage.data_ptr() != address for storage, address in self.places):
+            return "gave a tensor other memory, and what it had may be in use elsewhere"
+        if any(tensor.shape != size for tensor, size in self.sizes):
+            return "resized its `out` argument"
+        return ""
 
 
 @cache

@@ -8,8 +8,8 @@ extension, an event) comes after all ops before it. The state of the capture sho
 and all later ops wait for it.
 
 A collective is on NCCL's stream, and the step's own stream waits for it where the code of the step does.
-Ops wait for it by their data. So the part of an optimizer's step that needs one all-reduce comes behind
-it, beside the later ones.
+Ops wait for it by their data. So the part of an optimizer's step that needs one all-reduce can run
+beside the later ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from lightning_cudagraph.device.streams.accesses import (
 )
 from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory, Placed
 from lightning_cudagraph.device.streams.driver import let_wait, position_of
-from lightning_cudagraph.device.streams.list_ops import length_of, part_of, tensors_at
+from lightning_cudagraph.device.streams.list_ops import (
+    is_whole_step,
+    length_of,
+    merged,
+    overlap,
+    part_of,
+    tensors_at,
+)
 from lightning_cudagraph.tensors.writes import tensors_in, users_of
 
 _UNSEEN = "work that is no op of torch's (such as Triton's kernels)"
@@ -81,6 +88,8 @@ class Branches:
         # The numbers of collectives of one process group, by their nodes.
         self._collectives: dict[int, int] = {}
         self._group: Any = None
+        # There was a collective that is not followed: a wait may be for it, too.
+        self._are_others = False
         # The position of each stream after its last op.
         self._at: list[tuple[int, ...]] = []
         self._made_bytes = 0
@@ -94,6 +103,7 @@ class Branches:
         self._held = HeldMemory(self._flow, _is_free)
         self._nodes = []
         self._collectives = {}
+        self._are_others = False
         fork = torch.cuda.Event()
         self._record(fork, self._own)
         for stream in self._streams[1:]:
@@ -116,6 +126,7 @@ class Branches:
             raise SentBackError(self.broken)
         if torch.cuda.current_stream(self._own.device) != self._own:
             # A stream of the user's code, which orders it with the step's own stream.
+            self._are_others |= func.namespace == "c10d"
             return func(*args, **kwargs)
         self._notice()
         if launches_nothing(func, args, kwargs):
@@ -125,7 +136,7 @@ class Branches:
         access = access_of(func, args, kwargs)
         if access is None or not all(map(self._is_here, access.tensors)):
             return self._run_alone(func, args, kwargs)
-        if not any(tensor.is_cuda for tensor in access.tensors) and not _makes_on_cuda(kwargs):
+        if not any(map(self._is_on_device, access.tensors)) and not self._makes_on_device(kwargs):
             return func(*args, **kwargs)
         if parts := self._parts(func, args, kwargs):
             return self._run_parts(func, args, kwargs, parts)
@@ -140,11 +151,14 @@ class Branches:
     def _parts(self, func: Any, args: Any, kwargs: Any) -> list[list[int]]:
         """The indices of an op on lists that wait for the same collectives; empty if all do."""
         length = length_of(func, args, kwargs) if self._collectives else 0
+        spans = [[*map(span_of, tensors)] for tensors in tensors_at(args, kwargs, length)]
         parts: dict[int, list[int]] = {}
-        for index, tensors in enumerate(tensors_at(args, kwargs, length)):
-            spans = [*map(span_of, tensors)]
-            parts.setdefault(self._flow.collective_before(spans, spans), []).append(index)
-        return [indices for _, indices in sorted(parts.items())] if len(parts) > 1 else []
+        for index, own in enumerate(spans):
+            parts.setdefault(self._flow.collective_before(own, own), []).append(index)
+        if len(parts) < 2 or overlap(spans):
+            return []
+        in_order = [indices for _, indices in sorted(parts.items())]
+        return in_order if is_whole_step(func) else merged(in_order, len(self._streams))
 
     def _run_parts(self, func: Any, args: Any, kwargs: Any, parts: list[list[int]]) -> Any:
         """Run an op on lists in parts, those first whose collective is done first."""
@@ -166,7 +180,7 @@ class Branches:
         if placed.stream and self._position(stream) != self._at[placed.stream]:
             self._break("the step uses a stream of its own that is one of the capture's")
         for tensor in access.tensors:
-            if tensor.is_cuda:
+            if self._is_on_device(tensor):
                 storage = tensor.untyped_storage()
                 home = self._homes.get(storage.data_ptr(), 0)
                 self._held.use(placed, home, storage, storage.nbytes())
@@ -180,9 +194,9 @@ class Branches:
             self._at[placed.stream] = self._position(stream)
             self._nodes.append(self._at[placed.stream])
             self._join()
-        if access.moved():
-            self._break(f"{func} gave a tensor other memory, and what it had may be in use elsewhere")
-        self._take(placed, made_by(result, access.tensors, "cuda"))
+        if how := access.moved():
+            self._break(f"{func} {how}")
+        self._take(placed, made_by(result, access.tensors, self._own.device.type))
         return result
 
     def _overdue(self, stream: int, time: float) -> list[int]:
@@ -196,31 +210,37 @@ class Branches:
         for leaf in tree_iter(result):
             if not isinstance(leaf, Tensor) or not has_address(leaf):
                 continue
-            if leaf.is_cuda and leaf.layout is torch.strided:
+            if self._is_on_device(leaf) and leaf.layout is torch.strided:
                 self._homes[leaf.untyped_storage().data_ptr()] = 0
         return result
 
     def _run_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a collective after all earlier ops; only those that use its memory wait for it.
 
-        Only those of the first process group are followed, which are on one stream of NCCL's. For others
-        the step's own stream waits where the code of the step does, which is seen as other work is.
+        Only those of the first process group are followed, which are on one stream of NCCL's. After any
+        other, the step's own stream waits where the code of the step does, as for other work that is no
+        op.
         """
         result = func(*args, **kwargs)
         left = self._left
         if self._position(self._own) != left:
             self._bar(str(func))
             return result
+        tensors = tensors_in(args)
         group, work = self._group_and_work(func, args, result) or (None, None)
-        self._group = self._group or group
-        if group is None or work is None or group is not self._group:
+        is_here = all(tensor.device == self._own.device for tensor in tensors)
+        if work is None or not is_here or self._group not in (None, group):
+            self._are_others = True
             return result
         work.wait()  # the step's own stream waits, not the host; what comes next is not to wait
         nodes = set(self._position(self._own)) - set(left)
         self._wait(self._own, left)
         self._left = self._position(self._own)
-        if nodes:
-            self._follow(tensors_in(args), tuple(nodes))
+        if nodes and nodes.isdisjoint(self._collectives):
+            self._group = group
+            self._follow(tensors, tuple(nodes))
+        else:  # it has launched nothing: its end is that of another one
+            self._are_others = True
         return result
 
     def _follow(self, tensors: list[Tensor], nodes: tuple[int, ...]) -> None:
@@ -254,7 +274,8 @@ class Branches:
         if position == self._left:
             return
         new = set(position) - set(self._left)
-        if set(self._left) <= set(position) and new <= self._collectives.keys():
+        is_known = set(self._left) <= set(position) and new <= self._collectives.keys()
+        if is_known and not self._are_others:
             for node in new:
                 self._flow.wait_for(self._collectives[node])
             self._join()
@@ -277,8 +298,15 @@ class Branches:
     def _nodes_of(self, numbers: Iterable[int]) -> set[int]:
         return {node for number in numbers if number >= 0 for node in self._nodes[number]}
 
+    def _is_on_device(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._own.device.type
+
     def _is_here(self, tensor: Tensor) -> bool:
-        return not tensor.is_cuda or tensor.device == self._own.device
+        return not self._is_on_device(tensor) or tensor.device == self._own.device
+
+    def _makes_on_device(self, kwargs: Any) -> bool:
+        device = kwargs.get("device")
+        return device is not None and torch.device(device).type == self._own.device.type
 
     def _position(self, stream: torch.cuda.Stream) -> tuple[int, ...]:
         position = position_of(stream)
@@ -299,8 +327,3 @@ class Branches:
 def _is_free(storage: torch.UntypedStorage) -> bool:
     """True if nothing else refers to a storage; False if torch cannot tell."""
     return users_of is not None and users_of(storage._cdata) == 1
-
-
-def _makes_on_cuda(kwargs: Any) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "cuda"

@@ -302,9 +302,9 @@ class Flow:
     def _choose(self, needed: set[int], cost: float) -> int:
         """The stream on which an op can begin first, or soon enough.
 
-        Of several, first that of the latest op that it depends on; then one with only ops that it
-        depends on, so that the op does not wait for others; then the lowest number, so that unused
-        streams come last.
+        Streams that wait for a later collective than the op needs come last. Of several, first that of
+        the latest op that it depends on; then one with only ops that it depends on, so that the op does
+        not wait for others; then the lowest number, so that unused streams come last.
         """
         if self.streams == 1:
             return 0
@@ -316,12 +316,13 @@ class Flow:
         # An op that ends before the latest end of all ops delays nothing, and need not begin earlier.
         soon = self.end - cost
 
-        def begins(stream: int) -> tuple[float, bool, bool, int]:
+        def begins(stream: int) -> tuple[int, float, bool, bool, int]:
             last = self._last[stream]
+            collective = max(reached[self.streams], self._clocks[stream][self.streams])
             time = max(self._begins(stream, needed), soon)
             at_home = latest >= 0 and self._stream_of[latest] == stream
             is_free = last >= 0 and last <= reached[stream]
-            return time, not at_home, not is_free, stream
+            return collective, time, not at_home, not is_free, stream
 
         return min(range(self.streams), key=begins)
 

@@ -8,51 +8,71 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.device.streams.dataflow import AddressRange
+
 _FOREACH = "aten::_foreach_"
 _FUSED = "aten::_fused_"
+
+
+@cache
+def is_whole_step(func: Any) -> bool:
+    """True for the step of an optimizer in one op."""
+    schema = func._schema
+    return schema.name.startswith(_FUSED) and bool(schema.is_mutable) and not schema.returns
 
 
 def length_of(func: Any, args: Any, kwargs: Any) -> int:
     """The tensors in each list of an op that treats them alike and one by one; 0 for other ops.
 
-    With other strides or dtypes in a list, torch runs kernels for single tensors on all of it
-    (`can_use_fast_route` in aten/src/ATen/native/ForeachUtils.h), which may round otherwise. In parts,
-    it would not for some. So such ops count among the others.
+    `_foreach_*` of tensors that are not alike is among the others: for one such tensor, torch runs other
+    kernels on all of them (`can_use_fast_route` in aten/src/ATen/native/ForeachUtils.h), which may round
+    otherwise.
     """
-    if not _is_one_by_one(func):
+    is_foreach = _is_pointwise(func)
+    if not is_foreach and not is_whole_step(func):
         return 0
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, (list, tuple)) and len(value)]
     tensors = [each for each in lists if all(isinstance(one, Tensor) for one in each)]
     length = len(tensors[0]) if tensors else 0
-    if any(len(each) != length for each in lists) or not all(map(_are_alike, tensors)):
+    if any(len(each) != length for each in lists):
         return 0
     if any(isinstance(value, Tensor) and value.numel() != 1 for value in values):
         return 0  # numbers for the tensors, in one tensor
-    same_strides = all(
-        len({one.stride() for one in ones if one.dim()}) <= 1 for ones in zip(*tensors, strict=True)
-    )
-    return length if same_strides else 0
+    if any(len({(one.dtype, one.device, one.layout) for one in each}) != 1 for each in tensors):
+        return 0
+    is_alike = all(len({*map(_form, ones)} - {None}) == 1 for ones in zip(*tensors, strict=True))
+    is_dense = all(_form(one) is not None for each in tensors for one in each)
+    return length if not is_foreach or (is_alike and is_dense) else 0
 
 
 @cache
-def _is_one_by_one(func: Any) -> bool:
+def _is_pointwise(func: Any) -> bool:
+    """True for an op on lists that does to each tensor what a pointwise op does."""
     name = func._schema.name
-    if name.startswith(_FOREACH):
-        one = getattr(torch.ops.aten, name.removeprefix(_FOREACH), None)
-        overloads = [] if one is None else [getattr(one, each) for each in one.overloads()]
-        return any(torch.Tag.pointwise in each.tags for each in overloads)
-    return name.startswith(_FUSED) and bool(func._schema.is_mutable) and not func._schema.returns
+    one = getattr(torch.ops.aten, name.removeprefix(_FOREACH).rstrip("_"), None)
+    if not name.startswith(_FOREACH) or one is None:
+        return False
+    return any(torch.Tag.pointwise in getattr(one, each).tags for each in one.overloads())
 
 
-def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    kinds = {(tensor.dtype, tensor.device, tensor.layout) for tensor in tensors}
-    return len(kinds) == 1 and tensors[0].is_cuda
+def _form(tensor: Tensor) -> tuple[tuple[int, int], ...] | None:
+    """Sizes and strides of dimensions that are longer than one; None with gaps or overlaps in memory."""
+    form = tuple(
+        (size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
+    expected = 1
+    for size, stride in sorted(form, key=lambda each: each[1]):
+        if stride != expected:
+            return None
+        expected *= size
+    return form
 
 
 def part_of(args: Any, kwargs: Any, indices: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -71,3 +91,28 @@ def tensors_at(args: Any, kwargs: Any, length: int) -> Iterator[list[Tensor]]:
     lists = [value for value in values if isinstance(value, (list, tuple)) and value]
     for index in range(length):
         yield [each[index] for each in lists if isinstance(each[index], Tensor)]
+
+
+def overlap(spans: Sequence[Sequence[AddressRange]]) -> bool:
+    """True if tensors at two indices share memory, so that their order counts."""
+    in_order = sorted(
+        (start, end, index) for index, own in enumerate(spans) for start, end in own if start < end
+    )
+    reached, of = 0, -1
+    for start, end, index in in_order:
+        if start < reached and index != of:
+            return True
+        if end > reached:
+            reached, of = end, index
+    return False
+
+
+def merged(parts: Sequence[list[int]], number: int) -> list[list[int]]:
+    """At most so many parts, each of some neighbours.
+
+    The ops of a step follow one another part by part, each part on a stream of its own: on one stream,
+    the first part of an op would come behind the last part of the op before.
+    """
+    bounds = [round(index * len(parts) / number) for index in range(number + 1)]
+    joined = [[i for part in parts[begin:end] for i in part] for begin, end in pairwise(bounds)]
+    return [part for part in joined if part]

@@ -27,7 +27,8 @@ class RecordedFlow:
     """The ops of a capture, in order, with None for a barrier; each launch moves the `position`.
 
     Attributes:
-        has_collectives: some of the step overlap with its ops. Where it waits for them is a barrier.
+        has_all_reduces: True if all-reduces were issued beside the ops. The step's waits for them count
+            as barriers.
     """
 
     def __init__(self, device_type: str, position: Callable[[], object]) -> None:
@@ -35,7 +36,7 @@ class RecordedFlow:
         self._position = position
         self._left: object = None
         self.ops: list[RecordedOp | None] = []
-        self.has_collectives = False
+        self.has_all_reduces = False
 
     def run(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         if launches_nothing(func, args, kwargs):
@@ -45,7 +46,7 @@ class RecordedFlow:
         access = access_of(func, args, kwargs)
         result = run(func, args, kwargs)
         if func.namespace == "c10d" and self._position() == self._left:
-            self.has_collectives = True
+            self.has_all_reduces |= func._schema.name == "c10d::allreduce_"
             return result  # on NCCL's stream: what waits for it is seen later
         if access is None:
             self.ops.append(None)
