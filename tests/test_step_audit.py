@@ -35,6 +35,7 @@ from lightning_cudagraph import (
     CUDAGraphCallback,
     UnsupportedError,
 )
+from lightning_cudagraph.capture.decisions.short_lives import ShortLives
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.effects import Effects
 from lightning_cudagraph.checks.audit.step_audit import StepAudit
@@ -632,7 +633,8 @@ def test_captures_that_serve_are_never_too_many(
     short = train(make(PerEpoch), tmp_path / "short", callback, **kwargs)
     assert short.counts.captures == 8
     assert any("8 captures in a row that served fewer than 32 replays" in r for r in short.counts.eager)
-    monkeypatch.setattr("lightning_cudagraph.capture.decisions.invalidation._FEW_REPLAYS", 4)
+    fewer = partial(ShortLives, few_replays=4)
+    monkeypatch.setattr("lightning_cudagraph.capture.decisions.invalidation.ShortLives", fewer)
     served = train(make(PerEpoch), tmp_path / "served", callback, **kwargs)
     assert served.counts.captures == 10
 

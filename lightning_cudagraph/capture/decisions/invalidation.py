@@ -16,10 +16,9 @@ from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.tensors.batch_signature import Signature
 
-# Limits for a run that keeps invalidating its graphs: after this number of captures in a row with fewer
-# than this number of replays each, it goes on eagerly. A new graph in each epoch has no limit.
+# A run that keeps invalidating its graphs goes on eagerly after this number of captures in a row with
+# few replays each. A new graph in each epoch has no limit.
 _MAX_SHORT_CAPTURES = 8
-_FEW_REPLAYS = 32
 
 
 class Invalidation(Generic[T]):
@@ -36,7 +35,7 @@ class Invalidation(Generic[T]):
         self._warm_ups, self._copies = engine.warm_ups, engine.copies
         self._backend = engine.run.backend
         self.admission = Admission(engine)
-        self._short_captures = ShortLives(_MAX_SHORT_CAPTURES, _FEW_REPLAYS)
+        self._short_captures = ShortLives(_MAX_SHORT_CAPTURES)
         self._after_pause = False
         self._is_after_pause = False  # the step at hand
         self.given_up: str | None = None

@@ -15,7 +15,7 @@ class ShortLives:
     """
 
     limit: int
-    few_replays: int
+    few_replays: int = 32
     in_a_row: int = 0
 
     def ended(self, replays: int) -> None:

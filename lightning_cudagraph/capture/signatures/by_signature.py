@@ -19,10 +19,9 @@ from lightning_cudagraph.tensors.signatures import Signatures
 from lightning_cudagraph.tensors.static import StaticBatch
 
 _NOTHING: Mapping[str, Hashable] = {}
-# After so many released graphs in a row with fewer than so many replays each, none is released for
-# another signature any more.
+# After so many released graphs in a row with few replays each, none is released for another signature
+# any more.
 _MAX_SHORT_LIVES = 4
-_FEW_REPLAYS = 32
 
 NotYet = Literal["not yet"]
 NOT_YET: NotYet = "not yet"
@@ -62,7 +61,7 @@ class GraphsOfRun:
     def __init__(self) -> None:
         self._holders: dict[GraphsOfSignature[Any], GraphsBySignature[Any]] = {}
         self.batches = 0
-        self.short_lives = ShortLives(_MAX_SHORT_LIVES, _FEW_REPLAYS)
+        self.short_lives = ShortLives(_MAX_SHORT_LIVES)
 
     def add(self, graphs: GraphsOfSignature[Any], holder: GraphsBySignature[Any]) -> None:
         self._holders[graphs] = holder

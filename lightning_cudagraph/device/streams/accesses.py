@@ -80,7 +80,7 @@ class Access:
     sizes: list[tuple[Tensor, torch.Size]]
 
     def moved(self) -> str:
-        """How the op has used other memory, in words; empty if it has not."""
+        """Return in words how the op has used other memory; empty if it has not."""
         if any(storage.data_ptr() != address for storage, address in self.places):
             return "gave a tensor other memory, and what it had may be in use elsewhere"
         if any(tensor.shape != size for tensor, size in self.sizes):

@@ -108,7 +108,7 @@ def overlap(spans: Sequence[Sequence[AddressRange]]) -> bool:
 
 
 def merged(parts: Sequence[list[int]], number: int) -> list[list[int]]:
-    """At most so many parts, each of some neighbours.
+    """Join neighbours to at most so many parts.
 
     The ops of a step follow one another part by part, each part on a stream of its own: on one stream,
     the first part of an op would come behind the last part of the op before.
