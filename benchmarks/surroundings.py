@@ -3,6 +3,8 @@
 An MLP of four layers in a graph of some 0.15 ms, in Trainers that people have, as eager steps and with
 the callback. All fits take turns block by block in one process (`benchmarks/fits.py`), so each row can
 be compared with the first one, round by round. The loader, with batches in memory, reads the clock.
+What the progress bar itself takes is measured in the eager steps, and named below the table. With few
+rows (`--only`) and long blocks (`--steps 1000`) the figures vary less.
 
     python -m benchmarks.surroundings
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -193,10 +196,43 @@ SURROUNDINGS = {
 }
 
 
+class BarTime:
+    """The mean time that a progress bar spends in its hook after each step."""
+
+    def __init__(self) -> None:
+        self._calls, self._taken_s = 0, 0.0
+
+    @property
+    def step_us(self) -> float:
+        return self._taken_s / max(1, self._calls) * 1e6
+
+    def watch(self, bar: TQDMProgressBar) -> None:
+        """Measure a bar from now on."""
+        hook = bar.on_train_batch_end
+
+        def timed(*args: Any) -> None:
+            began_s = time.perf_counter()
+            hook(*args)
+            self._taken_s += time.perf_counter() - began_s
+            self._calls += 1
+
+        bar.on_train_batch_end = timed  # type: ignore[method-assign]
+
+
 def fit(
-    around: Surrounding, make_callback: Callable[[], CUDAGraphCallback | None], batches: BlockedBatches
+    around: Surrounding,
+    make_callback: Callable[[], CUDAGraphCallback | None],
+    batches: BlockedBatches,
+    bar_time: BarTime | None = None,
 ) -> None:
     """Train on the batches, to their end.
+
+    Args:
+        around: the surroundings of the steps.
+        make_callback: makes the callback, or returns None.
+        batches: the loader.
+        bar_time: measures the progress bar, if there is one; for eager fits, because the callback would
+            take the measured hook for one of the user's.
 
     Raises:
         RuntimeError: if steps were not replayed.
@@ -206,7 +242,10 @@ def fit(
     callbacks += [] if ours is None else [ours]
     if around.default:
         # By default it is that of Rich where that is installed, which draws one bar at a time.
-        callbacks.append(TQDMProgressBar())
+        bar = TQDMProgressBar()
+        if bar_time is not None:
+            bar_time.watch(bar)
+        callbacks.append(bar)
     keeps = around.default or ModelCheckpoint in around.callbacks
     with quiet_trainer(
         callbacks,
@@ -225,19 +264,24 @@ def batch() -> Any:
     return pinned([torch.randn(_BATCH_SIZE, _WIDTH), torch.randint(_CLASSES, (_BATCH_SIZE,))])
 
 
-def measure(names: Sequence[str], blocks: Blocks) -> dict[str, dict[str, Measured]]:
+def measure(
+    names: Sequence[str], blocks: Blocks
+) -> tuple[dict[str, dict[str, Measured]], dict[str, BarTime]]:
     """Run the fits of some surroundings in turn.
 
     Returns:
-        The times by surrounding and way.
+        The times by surrounding and way, and those of progress bars by surrounding.
     """
+    bars = {name: BarTime() for name in names if SURROUNDINGS[name].default}
     fits: dict[str, Callable[[BlockedBatches], None]] = {
-        f"{name}: {way}": partial(fit, SURROUNDINGS[name], make)
+        f"{name}: {way}": partial(
+            fit, SURROUNDINGS[name], make, bar_time=bars.get(name) if way == EAGER else None
+        )
         for name in names
         for way, make in WAYS.items()
     }
     measured = silent_fits_in_turn(fits, batch, blocks)
-    return {name: {way: measured[f"{name}: {way}"] for way in WAYS} for name in names}
+    return {name: {way: measured[f"{name}: {way}"] for way in WAYS} for name in names}, bars
 
 
 def table(measured: dict[str, dict[str, Measured]]) -> list[str]:
@@ -253,6 +297,16 @@ def table(measured: dict[str, dict[str, Measured]]) -> list[str]:
             cells.append(f"{ratio:.2f} ({' to '.join(f'{end:.2f}' for end in spread)})")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def lines_of_bars(measured: dict[str, dict[str, Measured]], bars: dict[str, BarTime]) -> list[str]:
+    """A line for each progress bar: its time, and the step time without it beside the first row's."""
+    first_us = measured[NOTHING][UNTIMED].median_us
+    return [
+        f"{name}: the bar takes {bar.step_us:.0f} of {measured[name][UNTIMED].median_us:.0f} µs;"
+        f" without it {(measured[name][UNTIMED].median_us - bar.step_us) / first_us:.2f} of {NOTHING}"
+        for name, bar in bars.items()
+    ]
 
 
 def _with_spread(times: Measured) -> str:
@@ -274,8 +328,8 @@ def main(given: Sequence[str] | None = None) -> None:
     described = environment()
     print(", ".join(f"{key} {value}" for key, value in described.items()))
     print(f"µs per step, {args.rounds} blocks of {args.steps} steps each\n", flush=True)
-    measured = measure(list(dict.fromkeys([NOTHING, *args.only])), blocks)
-    print("\n".join(table(measured)))
+    measured, bars = measure(list(dict.fromkeys([NOTHING, *args.only])), blocks)
+    print("\n".join([*table(measured), "", *lines_of_bars(measured, bars)]))
     if args.json:
         rows = {
             name: {way: times.step_us for way, times in ways.items()} for name, ways in measured.items()

@@ -346,13 +346,16 @@ def test_the_floor_of_the_host() -> None:
 def test_the_surroundings_of_a_step() -> None:
     blocks = Blocks(warm_steps=8, lead_steps=1, steps=2, rounds=2)
     names = [NOTHING, "the same, loss in the bar", "`LearningRateMonitor`, `ModelCheckpoint`, no bar"]
-    measured = surroundings.measure(names, blocks)
+    measured, bars = surroundings.measure(names, blocks)
     assert [(name, [*ways]) for name, ways in measured.items()] == [(name, [*WAYS]) for name in names]
     assert all(len(ways[EAGER].step_us) == 2 for ways in measured.values())
     found = [line.split(" | ") for line in surroundings.table(measured)[2:]]
     assert [cells[0] for cells in found] == [f"| {name}" for name in names]
     assert found[0][4] == "1.00 (1.00 to 1.00)"
     assert {len(cells) for cells in found} == {len(WAYS) + 3}
+    (line,) = surroundings.lines_of_bars(measured, bars)
+    assert line.startswith(f"{names[1]}: the bar takes ")
+    assert bars[names[1]].step_us > 1.0
 
 
 @pytest.mark.long
