@@ -274,10 +274,10 @@ class Branches:
         if position == self._left:
             return
         new = set(position) - set(self._left)
-        is_known = set(self._left) <= set(position) and new <= self._collectives.keys()
-        if is_known and not self._are_others:
-            for node in new:
-                self._flow.wait_for(self._collectives[node])
+        for node in new & self._collectives.keys():
+            self._flow.wait_for(self._collectives[node])
+        are_all_known = set(self._left) <= set(position) and new <= self._collectives.keys()
+        if are_all_known and not self._are_others:
             self._join()
         else:
             self._bar(_UNSEEN if self._nodes else None)
