@@ -3,8 +3,8 @@
 All fits of a model are in one group of processes, in turn, with `self.log` and TensorBoardLogger; every
 process has its own batches. A loop by hand, with the step and its all-reduces in one graph, has no
 Trainer and no logs. Each round ends with the callback without timings on one GPU, in a process without a
-group. Rank 0 prints for each the median, minimum and maximum over the rounds of the mean step time, and
-the speedup over the first, taken round by round.
+group. A step time is the median of blocks of steps. Rank 0 prints for each way the median, minimum and
+maximum over the rounds, and the speedup over the first way, taken round by round.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.several_gpus
 
@@ -22,7 +22,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -41,9 +40,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from benchmarks.by_hand import GraphedByHand
-from benchmarks.fits import ON_GPU, environment, pinned, synchronize
+from benchmarks.fits import ON_GPU, environment, pinned
 from benchmarks.models import MODELS, Workload
-from benchmarks.stopwatch import WARM_STEPS, Stopwatch
+from benchmarks.stopwatch import BLOCK_STEPS, WARM_STEPS, Blockwise, Stopwatch
 from benchmarks.trainers import trainer_for
 from lightning_cudagraph import CUDAGraphCallback
 
@@ -107,7 +106,7 @@ def _sharded(module: pl.LightningModule) -> pl.LightningModule:
 def step_us(
     workload: Workload, variant: Variant, steps: int, tiny: bool, sharded: bool = False
 ) -> float:
-    """Mean step time in microseconds, without the first steps.
+    """Step time in microseconds, without the first steps.
 
     Args:
         workload: the model.
@@ -158,7 +157,7 @@ class _Loss(nn.Module):
 
 
 def step_by_hand_us(workload: Workload, of_ddp: Mapping[str, Any], steps: int, tiny: bool) -> float:
-    """Mean step time in microseconds of a loop by hand, in the process group that is there."""
+    """Step time in microseconds of a loop by hand, in the process group that is there."""
     loader = _batches(workload, steps, tiny)
     torch.manual_seed(1)
     loop = GraphedByHand(workload, tiny)
@@ -168,24 +167,21 @@ def step_by_hand_us(workload: Workload, of_ddp: Mapping[str, Any], steps: int, t
             _Loss(loop.module), device_ids=[torch.cuda.current_device()], **of_ddp
         )
     stream.synchronize()
-    began_s = 0.0
+    blocks = Blockwise()
     for index, batch in enumerate(loader):
+        blocks.begin_step(index)
         if index < _WARM_UP_STEPS:
             loop.warm_up(batch)
             continue
         if index == _WARM_UP_STEPS:
             loop.capture()
-        if index == WARM_STEPS:
-            gc.collect()
-            synchronize()
-            began_s = time.perf_counter()
         loop.train_step(batch)
-    synchronize()
-    return (time.perf_counter() - began_s) / (steps - WARM_STEPS) * 1e6
+    blocks.begin_step(steps)
+    return blocks.step_us
 
 
 def _alone_us(workload: Workload, steps: int, tiny: bool) -> float:
-    """The mean step time in a process that knows of no group, for the first process."""
+    """The step time in a process that knows of no group, for the first process."""
     if int(os.environ["RANK"]) != 0:
         dist.barrier()
         return float("nan")
@@ -241,8 +237,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.rows and set(args.rows) <= set(OTHERS):
         parser.error("--rows: expected one in the Trainer too, which makes the process group")
-    if args.steps <= WARM_STEPS:
-        parser.error(f"--steps: expected more than {WARM_STEPS}, which are not timed")
+    if args.steps < WARM_STEPS + BLOCK_STEPS:
+        least = f"{WARM_STEPS}, which are not timed, and a block of {BLOCK_STEPS}"
+        parser.error(f"--steps: expected at least {least}")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     rows: list[dict[str, Any]] = []
