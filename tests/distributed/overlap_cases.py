@@ -17,10 +17,12 @@ from lightning_cudagraph.device.streams.dataflow import Flow, HeldMemory
 from tests.distributed.cases import BUCKETS, Here
 from tests.distributed.step_cases import join
 from tests.distributed.stream_cases import Branched
+from tests.gpu_load import gpu_under_load
 from tests.harness import assert_same, differences
 
 _ELEMENTS = (1 << 22, 1 << 10, 1 << 23, 3, 1 << 22, 1 << 20)
 _REPLAYS = 30
+_MANY_REPLAYS = 3000
 
 _Step = Callable[[], list[Tensor]]
 
@@ -34,7 +36,13 @@ class _Counted:
         self.x = torch.zeros(1 << 23, device=self.device)
         self.parts = 0
 
-    def replayed(self, make: Callable[[Tensor], tuple[_Step, list[Tensor]]], streams: int) -> Any:
+    def replayed(
+        self,
+        make: Callable[[Tensor], tuple[_Step, list[Tensor]]],
+        streams: int,
+        replays: int = _REPLAYS,
+    ) -> Any:
+        """The results of some of the replays, evenly spread."""
         step, state = make(self.x)
         backend = CudaBackend(self.device, streams=streams)
         with backend.on_side_stream():
@@ -53,10 +61,11 @@ class _Counted:
             graph, outputs = backend.capture(step)
         seen = []
         generator = torch.Generator(self.device).manual_seed(self.rank)
-        for _ in range(_REPLAYS):
+        for number in range(replays):
             self.x.normal_(generator=generator)
             graph.replay()
-            seen.append([tensor.clone() for tensor in (*outputs, *state)])
+            if number % (replays // _REPLAYS) == 0:
+                seen.append([tensor.clone() for tensor in (*outputs, *state)])
         torch.cuda.synchronize()
         backend.release(graph)
         return seen
@@ -102,6 +111,16 @@ def parts_wait_for_their_collectives(here: Here) -> None:
         assert differences(one, counted.replayed(_optimizer_step, 4)) != []
 
 
+def thousands_of_replays_under_load(here: Here) -> None:
+    """Other work on both GPUs changes the progress of collectives and ops, and no result."""
+    join(here)
+    counted = _Counted(here)
+    one = counted.replayed(_optimizer_step, 1, _MANY_REPLAYS)
+    with gpu_under_load(here.rank):
+        several = counted.replayed(_optimizer_step, 4, _MANY_REPLAYS)
+    assert differences(one, several) == []
+
+
 def _inputs_that_are_let_go(x: Tensor) -> tuple[_Step, list[Tensor]]:
     """Memory that only collectives under way use, and work of other kinds between them."""
     gathered = torch.zeros(2, x.numel(), device=x.device)
@@ -135,6 +154,40 @@ def memory_of_collectives_is_kept(here: Here) -> None:
         patch.setattr(HeldMemory, "use", lambda *args: None)
         with pytest.raises(Exception, match="memory was given to an op"):
             counted.replayed(_inputs_that_are_let_go, 4)
+
+
+def _others(x: Tensor) -> tuple[_Step, list[Tensor]]:
+    """Collectives that copy through other memory, one without elements, and ops between them."""
+    half, whole = 1 << 19, 1 << 20
+    lists = [torch.zeros(whole, device=x.device) for _ in range(2)]
+
+    def step() -> list[Tensor]:
+        made = x[:whole] * 2.0
+        reduced, scattered = x[:whole] * 0.5, torch.empty(half, device=x.device)
+        works = [
+            dist.all_reduce(reduced, async_op=True),
+            dist.all_gather(lists, made, async_op=True),
+            dist.reduce_scatter(scattered, [made[:half].clone(), made[half:].clone()], async_op=True),
+        ]
+        beside = [x[:whole] * factor for factor in (3.0, 5.0, 7.0)]
+        works.append(dist.all_reduce(x.new_empty(0), async_op=True))
+        last = beside[0] - 1.0
+        works.append(dist.all_reduce(last, async_op=True))
+        beside.append(x[:whole] * 9.0)
+        assert works[-1] is not None
+        works[-1].wait()  # and so for all before it, on one stream of NCCL's
+        return [*beside, lists[0] + lists[1], scattered * 2.0, reduced * 2.0, last * 2.0]
+
+    return step, lists
+
+
+def collectives_that_are_not_followed(here: Here) -> None:
+    """Behind the wait for the last collective, all before it are done."""
+    join(here)
+    counted = _Counted(here)
+    one = counted.replayed(_others, 1)
+    for streams in (2, 4):
+        assert differences(one, counted.replayed(_others, streams)) == []
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +13,12 @@ from torch.nn import functional as F
 
 from lightning_cudagraph import CUDAGraphCallback, GraphedStep
 from lightning_cudagraph.device.streams.accesses import access_of
+from tests.gpu_load import gpu_under_load
 from tests.harness import Net, assert_same, differences, loader, make, train
 
 _REPLAYS = 5000
 _BATCHES = 64
 _STREAMS = 4
-
-# Kernels of all sizes, one after the other, until it is told to end.
-_LOAD = """
-import select, sys, torch
-sizes = [64, 2048, 512, 4096, 128, 1024]
-squares = [torch.randn(size, size, device="cuda") for size in sizes]
-torch.cuda.synchronize()
-print("ready", flush=True)
-rounds = 0
-while not select.select([sys.stdin], [], [], 0)[0]:
-    for square in squares[: 1 + rounds % len(sizes)]:
-        square.copy_((square @ square).tanh())
-    torch.cuda.synchronize()
-    rounds += 1
-print(rounds, flush=True)
-"""
-
-
-@contextmanager
-def _gpu_under_load() -> Iterator[None]:
-    """Another process works on the GPU meanwhile."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _LOAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "ready\n"
-            yield
-            process.stdin.write("end\n")
-            process.stdin.flush()
-            assert int(process.stdout.readline()) > 10
-        finally:
-            process.stdin.close()
-            process.kill()
 
 
 class Critics(nn.Module):
@@ -197,7 +160,7 @@ def _one_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_thousands_of_replays_under_load(name: str) -> None:
     one = _trained(MODELS[name], 1)
-    with _gpu_under_load():
+    with gpu_under_load(0):
         several = _trained(MODELS[name], _STREAMS)
     assert differences(one, several) == []
 

@@ -8,7 +8,9 @@ from tests.distributed.launch import assert_cases_of
 
 CASES = (
     "parts_wait_for_their_collectives",
+    "thousands_of_replays_under_load",
     "memory_of_collectives_is_kept",
+    "collectives_that_are_not_followed",
     "optimizers_on_several_streams",
 )
 
