@@ -207,9 +207,82 @@ def test_graphed_step(accelerator: str, end: Callable[[Any], None]) -> None:
             step(x)
         end(step)
 
-    with pytest.raises(CheckError, match=r"(?s)In replay \d+, .*assert torch.isfinite\(loss\)"):
+    failed = {"match": r"(?s)In replay \d+, .*assert torch.isfinite\(loss\)"}
+    with pytest.raises(CheckError, **failed):
         call()
+    if end is GraphedStep.settle:  # and by all that follows, which a handler around it cannot hide
+        for later in (lambda: step(batches[0]), step.settle, step.close):
+            with pytest.raises(CheckError, **failed):
+                later()
     step.close()
+    with pytest.raises(AssertionError):  # of the first warm-up step of another run, on weights of NaN
+        step(batches[0])
+    step.close()
+
+
+class Spiky(pl.LightningModule):
+    """Skips a batch with large gradients by an exception, which `optimizer_step` catches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(12, 4)
+        self.skipped: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return torch.nn.functional.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+        if norm > 20:
+            raise RuntimeError("spike")
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        try:
+            optimizer.step(closure=optimizer_closure)
+        except RuntimeError:
+            self.skipped.append(batch_idx)
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class SpikyAgain(Spiky):
+    """Calls the closure again, as a step on the batch without its update."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        try:
+            optimizer.step(closure=optimizer_closure)
+        except RuntimeError:
+            self.skipped.append(batch_idx)
+            optimizer.zero_grad()
+            optimizer_closure()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("form", [Spiky, SpikyAgain])
+def test_an_exception_that_optimizer_step_catches(
+    tmp_path: Path, accelerator: str, form: Callable[[], Spiky]
+) -> None:
+    """The check is no part of the graph: the optimizer steps eagerly, and the exception is in time."""
+    x, y = loader(ragged=False, batches=BATCHES).dataset.tensors  # type: ignore[attr-defined]
+    x = x.clone()
+    x[8 * BAD : 8 * BAD + 8] *= 1000.0
+    batches = DataLoader(TensorDataset(x, y), batch_size=8)
+    found = row(tmp_path, accelerator, form, train_loader=batches)
+    for trace in (found.plain, found.graph):
+        module: Any = trace.trainer and trace.trainer.lightning_module
+        assert BAD in module.skipped
+    assert found.graph.counts.replayed > BATCHES
+    assert "the optimizer steps eagerly" in str(found.graph.callback and found.graph.callback.summary)
 
 
 @pytest.mark.spread

@@ -99,6 +99,11 @@ def leaves_step(
     return True
 
 
+def passes_on(frame: FrameType) -> bool:
+    """True if a frame, in which a `with` may suppress exceptions, will not catch that of its call."""
+    return _Search(frame, is_trusted=False).passes_on()
+
+
 class _Code:
     """The instructions of a code object, and the ways between them, by index."""
 

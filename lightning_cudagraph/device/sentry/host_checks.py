@@ -15,6 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -28,6 +29,7 @@ from lightning_cudagraph.device.host_work import LateValue, work_under_capture
 from lightning_cudagraph.device.lines.raising_branches import (
     RaisingBranch,
     leaves_step,
+    passes_on,
     raising_branch,
 )
 from lightning_cudagraph.device.lines.user_lines import is_in_between, is_of_libraries, user_location
@@ -41,6 +43,7 @@ _OUTSIDE = tuple(
     f"lightning_cudagraph.{name}"
     for name in ("capture.graph", "checks.diagnosis", "device.cuda.", "device.emulator.")
 )
+_LOOPS = ("lightning.pytorch.loops", "pytorch_lightning.loops")
 _MOST_OPEN = 16
 _ATEN = torch.ops.aten
 # aten/src/ATen/native/DistributionTemplates.h, `normal_impl`: the smallest `std` is read on the host.
@@ -63,6 +66,9 @@ class _Check:
 class LateChecks:
     """The checks of replayed steps, which the host examines late.
 
+    Once one has failed, its error is raised again and again: steps behind it are wrong, and a handler
+    around a later step, of another purpose, must not hide it.
+
     Attributes:
         step: the number of replays before the next one, and numbers beside its batch, by name.
         are_left_out: replays are trials, of which nothing stays.
@@ -73,6 +79,7 @@ class LateChecks:
     _open: deque[tuple[LateValue, list[_Check], tuple[int, Mapping[str, int]]]] = field(
         init=False, default_factory=deque
     )
+    _failed: tuple[int, Mapping[str, int], Location | None] | None = field(init=False, default=None)
 
     def launched(self, values: Tensor, checks: list[_Check]) -> None:
         """Note a replay that has been launched, with the values that it will find."""
@@ -81,20 +88,27 @@ class LateChecks:
 
     def look(self) -> None:
         """Raise a `CheckError` if a check has failed, of those that the host has."""
+        self._raise_if_failed()
         while self._open and (len(self._open) > _MOST_OPEN or self._open[0][0].is_known()):
             self._examine()
 
     def settle(self) -> None:
         """Wait for all replays, and raise a `CheckError` if a check of one has failed."""
+        self._raise_if_failed()
         while self._open:
             self._examine()
+
+    def _raise_if_failed(self) -> None:
+        if self._failed is not None:
+            raise CheckError(*self._failed)
 
     def _examine(self) -> None:
         values, checks, step = self._open.popleft()
         for value, check in zip(values.read().tolist(), checks, strict=True):
             if check.branch.raises(check.kind(value)):
                 self._open.clear()
-                raise CheckError(*step, check.location)
+                self._failed = (*step, check.location)
+                self._raise_if_failed()
 
 
 class HostChecks:
@@ -125,7 +139,7 @@ class HostChecks:
             return None
         is_comparison = self._ordered is not None and self._ordered() is value
         branch = raising_branch(frame, is_comparison, _is_outside, _suppresses_nothing)
-        if branch is None:
+        if branch is None or _is_caught_around(frame):
             return None
         if self._late is None:
             return func(value)
@@ -146,7 +160,9 @@ class HostChecks:
         """
         if self._late is None:
             return None
-        if (frame := _asking()) is None or not leaves_step(frame, _is_outside, _suppresses_nothing):
+        frame = _asking()
+        leaves = frame is not None and leaves_step(frame, _is_outside, _suppresses_nothing)
+        if frame is None or not leaves or _is_caught_around(frame):
             forbid(*_CAUGHT, user_location())
             return None
         mean, std = args
@@ -185,6 +201,17 @@ def _asking() -> FrameType | None:
 
 def _is_outside(frame: FrameType) -> bool:
     return module_of(frame).startswith(_OUTSIDE) and not is_in_between(frame.f_code)
+
+
+def _is_caught_around(frame: FrameType) -> bool:
+    """True if user code between Lightning's loop and the step may catch what a check raises.
+
+    This is `optimizer_step` of the module. A replay raises it some steps later, or behind the loop.
+    """
+    around = [*dropwhile(lambda caller: not _is_outside(caller), frames(frame))]
+    loop = next((n for n, each in enumerate(around) if module_of(each).startswith(_LOOPS)), 0)
+    users = (f for f in around[:loop] if not (is_in_between(f.f_code) or _suppresses_nothing(f)))
+    return not all(map(passes_on, users))
 
 
 def _suppresses_nothing(frame: FrameType) -> bool:
