@@ -27,6 +27,7 @@ from benchmarks.host_floor import CALLBACKS, HANDING_OVER, line, rows
 from benchmarks.kineto import CAPTURE, MARK, Trace
 from benchmarks.layer_timings import BASELINE, VARIANTS, measure, table
 from benchmarks.models import MODELS, Workload, leaf_names
+from benchmarks.stopwatch import BLOCK_STEPS, WARM_STEPS, Blockwise
 from benchmarks.surroundings import EAGER, NOTHING, WAYS
 from benchmarks.timing_truth import Alone, Truth, Watched, alone, compare, details, summary, watch
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
@@ -340,6 +341,18 @@ def test_the_floor_of_the_host() -> None:
     assert all(len(row.times.step_us) == 2 for row in found if row.group == shown)
     assert len(found) == 9 + 4
     assert all(line(row).count("|") == 5 for row in found)
+
+
+def test_a_late_check_is_no_part_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of a hundred takes 0.2 s, the others 2 ms."""
+    now_s = 0.0
+    monkeypatch.setattr("benchmarks.stopwatch.time.perf_counter", lambda: now_s)
+    blocks = Blockwise()
+    for number in range(WARM_STEPS + 5 * BLOCK_STEPS):
+        blocks.begin_step(number)
+        now_s += 0.2 if number == WARM_STEPS + 7 else 0.002
+    blocks.begin_step(WARM_STEPS + 5 * BLOCK_STEPS)
+    assert blocks.step_us == pytest.approx(2000)
 
 
 @pytest.mark.long

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
 from lightning_cudagraph.device.emulator.emulated_graph import HostEvent
 from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
+from lightning_cudagraph.device.sentry.collective_hooks import group_and_work
 from lightning_cudagraph.timing.events.collective_marks import Collectives
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.readings.spans import Reading, SpanLayout
@@ -224,6 +226,32 @@ def test_kernels_are_gone_after_an_error(device: torch.device) -> None:
     with pytest.raises(ValueError, match="no more cheese"):
         Step(device, eager=True, before=before)
     assert not kernels()
+
+
+def test_which_are_followed_among_other_ops(device: torch.device) -> None:
+    """Those with their process group that use their arguments alone, and are issued at once."""
+    found: list[Any] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            returned = func(*args, **kwargs or {})
+            found.append(group_and_work(func, args, returned))
+            return returned
+
+    x, other = torch.ones(3, device=device), dist.new_group([0])
+    with Seen():
+        dist.all_reduce(x)
+        dist.broadcast(x, 0, group=other)
+        x.add_(1)
+        dist.all_gather([torch.empty_like(x)], x)
+        if device.type == "cuda":  # gloo gathers none by itself
+            with dist.distributed_c10d._coalescing_manager(device=device, async_ops=True) as manager:
+                dist.reduce(x, 0, async_op=True)
+            manager.wait()
+    groups = [each and each[0] for each in found]
+    assert groups[:3] == [dist.group.WORLD, other, None]
+    assert groups[3:] == [None] * len(groups[3:])
+    assert all(each is None or callable(each[1].wait) for each in found)
 
 
 @both_ways

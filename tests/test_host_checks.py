@@ -247,7 +247,10 @@ class Spiky(pl.LightningModule):
             optimizer.step(closure=optimizer_closure)
         except RuntimeError:
             self.skipped.append(batch_idx)
-            optimizer.zero_grad()
+            self.skip(optimizer, optimizer_closure)
+
+    def skip(self, optimizer: Any, closure: Any) -> None:
+        optimizer.zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -256,16 +259,40 @@ class Spiky(pl.LightningModule):
 class SpikyAgain(Spiky):
     """Calls the closure again, as a step on the batch without its update."""
 
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
-        try:
-            optimizer.step(closure=optimizer_closure)
-        except RuntimeError:
-            self.skipped.append(batch_idx)
-            optimizer.zero_grad()
-            optimizer_closure()
-            optimizer.zero_grad()
+    def skip(self, optimizer: Any, closure: Any) -> None:
+        optimizer.zero_grad()
+        closure()
+        optimizer.zero_grad()
+
+
+class SpikyLoss(Spiky):
+    """The check is in the part that the smaller graph holds."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not torch.isfinite(loss):
+            raise RuntimeError("loss")
+        return loss
+
+
+class SpikyDraw(Spiky):
+    """`torch.normal` checks its scale there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.normal(1.0, loss.detach()[None]).mean()
+
+
+@pytest.mark.parametrize("form", [SpikyLoss, SpikyDraw])
+@pytest.mark.filterwarnings("ignore:lightning_cudagraph")
+def test_one_of_the_forward_pass_that_optimizer_step_catches(
+    tmp_path: Path, accelerator: str, form: Callable[[], Spiky]
+) -> None:
+    """No graph holds it."""
+    eager = lambda: CUDAGraphCallback(on_unsupported="eager")  # noqa: E731
+    found = row(tmp_path, accelerator, form, ours=eager)
+    assert found.graph.counts.replayed == 0
+    assert "A CUDA graph cannot hold" in str(found.graph.callback and found.graph.callback.summary)
 
 
 @pytest.mark.parametrize("form", [Spiky, SpikyAgain])

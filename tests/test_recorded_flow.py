@@ -118,3 +118,7 @@ def test_only_the_wait_for_a_collective_is_a_barrier(waits: bool) -> None:
         position[0] += 1  # the stream waits
     flow.run(torch.ops.aten.sin.default, (x,), {}, run)
     assert [op is None for op in flow.ops] == ([False, True, False] if waits else [False, False])
+    # In a chain too, parts of an optimizer's step may run beside all-reduces.
+    assert streams_of(flow) == [2]
+    flow.has_all_reduces = False
+    assert streams_of(flow) == ([] if waits else [2])

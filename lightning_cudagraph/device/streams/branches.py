@@ -48,7 +48,7 @@ _HELD_BYTES = 1 << 20
 _HELD_SHARE = 1 / 64
 # The bytes that a collective between GPUs of one machine averages in the time of a small kernel: a rough
 # guess, with which ops are assigned to streams.
-_BYTES_A_KERNEL = 5e5
+_AVERAGED_BYTES_A_KERNEL = 5e5
 
 
 class SentBackError(RuntimeError):
@@ -247,7 +247,7 @@ class Branches:
         """Note a collective under way, and keep its memory, which torch lets go of in `Work.wait`."""
         spans = [*map(span_of, tensors)]
         moved_bytes = sum(end - start for start, end in spans)
-        placed = self._flow.collective(spans, 1.0 + moved_bytes / _BYTES_A_KERNEL)
+        placed = self._flow.collective(spans, 1.0 + moved_bytes / _AVERAGED_BYTES_A_KERNEL)
         self._nodes.append(nodes)
         self._collectives.update(dict.fromkeys(nodes, placed.number))
         for tensor in tensors:
