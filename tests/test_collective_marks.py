@@ -240,8 +240,11 @@ def test_which_are_followed_among_other_ops(device: torch.device) -> None:
 
     x, other = torch.ones(3, device=device), dist.new_group([0])
     with Seen():
-        dist.all_reduce(x)
-        dist.broadcast(x, 0, group=other)
+        # NCCL's others are on the current stream, as any op, and have no work.
+        works = [dist.all_reduce(x, async_op=True), dist.broadcast(x, 0, group=other, async_op=True)]
+        for work in works:
+            assert work is not None
+            work.wait()
         x.add_(1)
         dist.all_gather([torch.empty_like(x)], x)
         if device.type == "cuda":  # gloo gathers none by itself
