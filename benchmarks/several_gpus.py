@@ -139,6 +139,9 @@ def step_us(
         counts = callback.summary.fit
         if counts.captures != 1 or counts.replayed + counts.warmed_up != steps:
             raise RuntimeError(f"Not all steps were replayed from one capture:\n{callback.summary}")
+        if trainer.is_global_zero:
+            notes = [line for line in str(callback.summary).splitlines() if "captured on" in line]
+            print(*notes, sep="\n", flush=True)
     gc.collect()
     if ON_GPU:
         torch.cuda.empty_cache()

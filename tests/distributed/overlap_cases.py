@@ -130,7 +130,7 @@ def _inputs_that_are_let_go(x: Tensor) -> tuple[_Step, list[Tensor]]:
         made = x * 2.0
         work = dist.all_gather_into_tensor(gathered, made, async_op=True)
         del made
-        # More than there are streams, so that one is on the stream of `made`, and given its memory if free.
+        # More than there are streams: one is on the stream of `made`, and given its memory if free.
         outputs = [x * factor for factor in (3.0, 5.0, 9.0, 11.0, 13.0)]
         of_others = x * 7.0
         between = dist.all_reduce(of_others, async_op=True, group=other)

@@ -114,22 +114,23 @@ def test_with_expandable_segments() -> None:
     _run(code, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
 
 
-_OTHERS_MULTIPLY = """
+_OTHERS_TAKE_STREAMS = """
 import torch
-from lightning_cudagraph.device.streams.side_streams import SideStream
-streams = [torch.cuda.Stream() for _ in range(32)]
-assert len({stream.cuda_stream for stream in streams}) == 32
-operand = torch.ones(16, 16, device="cuda")
-torch.cuda.synchronize()
-for stream in streams[:5] + streams[6:]:
-    with torch.cuda.stream(stream):
-        operand @ operand
-assert SideStream(torch.device("cuda", 0)).stream == streams[5]
+from lightning_cudagraph.device.streams.side_streams import EventStream, SideStream
+device = torch.device("cuda", 0)
+own = [SideStream(device), EventStream(device)]
+torchs = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+assert len(torchs) == 32
+own += [each(device) for each in (SideStream, EventStream) for _ in range(20)]
+assert len({each.stream.cuda_stream for each in own}) == len(own)
+assert torchs.isdisjoint(each.stream.cuda_stream for each in own)
+with torch.cuda.stream(own[0].stream):
+    assert torch.cuda.current_stream() == own[0].stream
 """
 
 
-def test_a_stream_on_which_others_have_multiplied_is_passed_over() -> None:
-    _run(_OTHERS_MULTIPLY, CUBLAS_WORKSPACE_CONFIG=":16:8")
+def test_no_other_code_is_given_their_streams() -> None:
+    _run(_OTHERS_TAKE_STREAMS)
 
 
 def large_blocks(streams: int, clear: bool = False) -> tuple[Counter[int], list[str]]:

@@ -33,7 +33,7 @@ from lightning_cudagraph.device.streams.branches import Branches, SentBackError
 from lightning_cudagraph.device.streams.driver import event_times, position_of
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.device.streams.resizes import resizes_told
-from lightning_cudagraph.device.streams.side_streams import SideStream, event_stream, keep_all_workspaces
+from lightning_cudagraph.device.streams.side_streams import EventStream, SideStream, keep_all_workspaces
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.writes import Writes, storages_held
 
@@ -86,9 +86,9 @@ class CudaBackend:
         self._other_sides: list[SideStream] = []
         # One timing stream for each stream with marks: on a shared one, events of one stream would delay
         # those of another.
-        self._timing_streams = {self._side_stream: event_stream(device)}
+        self._timing_streams = {self._side_stream: EventStream(device)}
         # Waits for collectives, which run on streams that torch does not expose.
-        self._collectives_stream = event_stream(device)
+        self._collectives_stream = EventStream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
         self._host_input: HostInput | None = None  # of graphs for which the host draws
@@ -337,14 +337,14 @@ class CudaBackend:
         fork = torch.cuda.Event()
         graph.record(fork, current)
         if current not in self._timing_streams:
-            self._timing_streams[current] = event_stream(self.device)
-        branch = self._timing_streams[current]
+            self._timing_streams[current] = EventStream(self.device)
+        branch = self._timing_streams[current].stream
         self._forked.add(branch)
         branch.wait_event(fork)
         graph.record(event, branch)
 
     def mark_end(self, event: Any, work: Any) -> bool:
-        branch = self._collectives_stream
+        branch = self._collectives_stream.stream
         with torch.cuda.stream(branch):
             work.wait()  # the stream waits, not the host
         if self._recording is None:

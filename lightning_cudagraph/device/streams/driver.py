@@ -1,5 +1,7 @@
 """Calls into CUDA's driver for what torch does not offer, or not fast enough.
 
+Streams of torch's pool may be given to several: to NCCL, to the user, to a capture.
+
 The dependencies of a stream under capture (the last nodes of its graph) show how far the capture has
 come. Counting ops would not do: a Triton kernel passes no dispatcher, and a view launches nothing.
 
@@ -17,8 +19,11 @@ from typing import Any
 
 import torch
 
+from lightning_cudagraph.errors import CUDAGraphError
+
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, as the streams of torch's pool
 
 
 @lru_cache(maxsize=2)
@@ -30,6 +35,26 @@ def _driver_function(*names: str) -> Any:
     except OSError:
         return None
     return next((getattr(driver, name) for name in names if hasattr(driver, name)), None)
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that torch gives to no other code, and that is never destroyed.
+
+    Raises:
+        CUDAGraphError: the driver cannot make it.
+    """
+    function = _driver_function("cuStreamCreate")
+    stream, error = ctypes.c_void_p(), -1
+    with torch.cuda.device(device):
+        torch.cuda.is_current_stream_capturing()  # makes the device's context that of this thread
+        if function is not None:
+            error = function(ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+    if error or stream.value is None:
+        raise CUDAGraphError(
+            f"CUDA's driver (libcuda.so.1) made no stream for captures: error {error}."
+            ' Pass `backend="off"` to train without graphs.'
+        )
+    return torch.cuda.ExternalStream(stream.value, device=device)
 
 
 def position_of(stream: torch.cuda.Stream) -> tuple[int, ...] | None:

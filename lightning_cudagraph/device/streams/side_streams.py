@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.device.streams.driver import new_stream
+
 # Frees the workspaces of all handles on all streams.
 _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
-# torch has 32 streams of a priority, and returns them in turn.
-_STREAMS_OF_TORCH = 32
 # From this number on, streams of finished runs are collected before another is made.
 _MANY_STREAMS = 16
 
@@ -39,13 +38,11 @@ def _matmul(operand: Tensor, pool: torch.cuda.MemPool) -> None:
 
 
 class _PooledStream:
-    """A stream that other code may share, and the memory pool with the workspaces on it."""
+    """A stream, and the memory pool with the workspaces on it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        own = _stream_of_ones_own(device)
-        self.shares = own is None
-        self.stream = own or _shared_stream(device)
+        self.stream = new_stream(device)
         with torch.cuda.device(device):  # a pool is made for the current device
             self.pool = torch.cuda.MemPool()
         with torch.cuda.stream(self.stream):
@@ -79,41 +76,19 @@ class _PooledStream:
         return sum(segment["active_size"] for segment in self.segments(snapshot))
 
 
-# All pooled streams of the process that are not shared. Graphs hold addresses in their pools, so they
-# are never released.
+# All pooled streams of the process. Graphs hold addresses in their pools, so they are never released.
 _POOLED: list[_PooledStream] = []
 # Those without graphs, for the next runs: at most as many as were ever in use at the same time.
 _FREE: list[_PooledStream] = []
+# Streams for events that no backend uses.
+_FREE_OF_EVENTS: dict[torch.device, list[torch.cuda.Stream]] = {}
 # Held while one is taken, but not while one is returned: a garbage collection may do so at any time.
 _TAKING = threading.Lock()
 
 
-def _stream_of_ones_own(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream without memory of other code, including workspaces of any handle; None if all have."""
-    pooled = {each.stream.cuda_stream for each in _POOLED}
-    others = {s["stream"] for s in torch.cuda.memory_snapshot() if s["active_size"]} - pooled
-    streams = (torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH))
-    return next((stream for stream in streams if stream.cuda_stream not in pooled | others), None)
-
-
-def _shared_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream on which other code has memory, with a warning."""
-    warnings.warn(
-        f"lightning_cudagraph: each of the {_STREAMS_OF_TORCH} streams of torch's pool is in use, so"
-        " that graphs share cuBLAS's workspaces with other code. Replays may give wrong numbers if both"
-        " run at the same time, or once the workspaces are freed, as Lightning does at the end of every"
-        " run. Make fewer streams (`torch.cuda.Stream`), or fewer graphs at the same time.",
-        stacklevel=2,
-    )
-    # The workspaces of a pooled stream are at least never freed.
-    pooled = {each.stream.cuda_stream for each in _POOLED}
-    streams = [torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH)]
-    return next((stream for stream in streams if stream.cuda_stream in pooled), streams[0])
-
-
 def _given_back(device: torch.device) -> _PooledStream | None:
     """A returned stream with all workspaces in its pool; None if there is none."""
-    for each in [each for each in _FREE if each.device == device and not each.shares]:
+    for each in [each for each in _FREE if each.device == device]:
         with torch.cuda.stream(each.stream):
             each.keep_workspaces()
         if each.has_workspaces(torch.cuda.memory_snapshot()):
@@ -132,17 +107,18 @@ def _take(device: torch.device) -> _PooledStream:
             taken = _given_back(device)
         if taken is None:
             taken = _PooledStream(device)
-            if not taken.shares:
-                _POOLED.append(taken)
+            _POOLED.append(taken)
         return taken
 
 
-def event_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for events and waits; if possible, one on which no graphs are captured."""
-    pooled = {each.stream.cuda_stream for each in _POOLED}
-    streams = (torch.cuda.Stream(device) for _ in range(_STREAMS_OF_TORCH))
-    apart = (stream for stream in streams if stream.cuda_stream not in pooled)
-    return next(apart, None) or torch.cuda.Stream(device)
+class EventStream:
+    """A stream for events and waits, reserved until this object is collected."""
+
+    def __init__(self, device: torch.device) -> None:
+        with _TAKING:
+            free = _FREE_OF_EVENTS.setdefault(device, [])
+            self.stream = free.pop() if free else new_stream(device)
+        weakref.finalize(self, free.append, self.stream)
 
 
 class SideStream:
