@@ -46,7 +46,7 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
     function = _driver_function("cuStreamCreate")
     stream, error = ctypes.c_void_p(), -1
     with torch.cuda.device(device):
-        torch.cuda.is_current_stream_capturing()  # makes the device's context that of this thread
+        torch.cuda.Event().record()  # makes the device's context that of this thread, in captures too
         if function is not None:
             error = function(ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
     if error or stream.value is None:
