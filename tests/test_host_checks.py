@@ -295,6 +295,18 @@ def test_one_of_the_forward_pass_that_optimizer_step_catches(
     assert "A CUDA graph cannot hold" in str(found.graph.callback and found.graph.callback.summary)
 
 
+class SpikyLossAgain(SpikyAgain, SpikyLoss):
+    """The batch whose capture is refused has a result after all."""
+
+
+@pytest.mark.parametrize("form", [SpikyLoss, SpikyLossAgain])
+@pytest.mark.filterwarnings("ignore:lightning_cudagraph")
+def test_the_error_of_a_capture_is_raised_though_optimizer_step_catches_it(
+    tmp_path: Path, accelerator: str, form: Callable[[], Spiky]
+) -> None:
+    refused(tmp_path, accelerator, form, match="A CUDA graph cannot hold")
+
+
 @pytest.mark.parametrize("form", [Spiky, SpikyAgain])
 def test_an_exception_that_optimizer_step_catches(
     tmp_path: Path, accelerator: str, form: Callable[[], Spiky]

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.compat.names.lightning_names import _AutomaticOptimization, _TrainingEpochLoop
+from lightning_cudagraph.errors import CUDAGraphError
 
 Call = Callable[["GraphClosure", Callable[[], Tensor | None]], Tensor | None]
 
@@ -26,7 +27,14 @@ class GraphClosure(Closure):
         super().__init__(closure._step_fn, closure._backward_fn, closure._zero_grad_fn)
         self.kwargs = kwargs
         self.batch_idx = batch_idx
+        # Raised in its step: user code around the step may have caught it with exceptions of its own.
+        self.failure: CUDAGraphError | None = None
         self._call = call
+
+    def consume_result(self) -> ClosureResult:
+        if self.failure is not None:
+            raise self.failure
+        return super().consume_result()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
         return self._call(self, lambda: super(GraphClosure, self).__call__(*args, **kwargs))

@@ -30,7 +30,7 @@ from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignatur
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import Original, patch_method
-from lightning_cudagraph.errors import UnsupportedError
+from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
 from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
 from lightning_cudagraph.tensors.batch import map_leaves
 from lightning_cudagraph.tensors.host_values import copied_output
@@ -361,8 +361,12 @@ class TrainingSteps:
             eagerly=lambda: returned.append(eagerly()),
         )
         verifier, checked = self._engine.verifier, self._engine.verifier.checked
-        with setting(run, is_in_step=True):
-            self.phase, outputs = self._engine.step(step, self.graphs_of(step.batch))
+        try:
+            with setting(run, is_in_step=True):
+                self.phase, outputs = self._engine.step(step, self.graphs_of(step.batch))
+        except CUDAGraphError as error:
+            closure.failure = error
+            raise
         if self.phase is not Phase.CAPTURED or verifier.checked != checked:
             self._clock.interrupted()
         if verifier.checked != checked:
