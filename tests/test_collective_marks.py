@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -255,6 +256,29 @@ def test_which_are_followed_among_other_ops(device: torch.device) -> None:
     assert groups[:3] == [dist.group.WORLD, other, None]
     assert groups[3:] == [None] * len(groups[3:])
     assert all(each is None or callable(each[1].wait) for each in found)
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_those_of_a_capture_are_in_the_record_of_its_data_flow(
+    device: torch.device, reduced: bool
+) -> None:
+    backend: Backend = CudaBackend(device) if device.type == "cuda" else EmulatorBackend()
+    backend.records_flow = True
+    x = torch.ones(3, device=device)
+
+    def step() -> Tensor:
+        work = (dist.all_reduce if reduced else partial(dist.broadcast, src=0))(x, async_op=True)
+        y = x * 2.0
+        assert work is not None
+        work.wait()
+        return y
+
+    with backend.on_side_stream():
+        step()
+    graph, _ = backend.capture(step)
+    backend.release(graph)
+    assert backend.flow is not None
+    assert backend.flow.has_all_reduces == reduced
 
 
 @both_ways

@@ -8,6 +8,7 @@ it runs, and a forbidden one raises in Python: a Python exception ends a capture
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,14 +184,12 @@ class Sentry(OwnDispatchMode):
             return drawn
         check(func, args, kwargs, self._device_type)
         refuse_writes(written_by(func, args, kwargs), _refuse_write)
+        run = self.run if self.flow is None else partial(self.flow.run, run=self.run)
         if func.namespace == "c10d":
-            result = run_collective(func, args, lambda: self.run(func, args, kwargs))
+            result = run_collective(func, args, lambda: run(func, args, kwargs))
         else:
             with reaching(func, self._device_type, _refuse_unknown):
-                if self.flow is None:
-                    result = self.run(func, args, kwargs)
-                else:
-                    result = self.flow.run(func, args, kwargs, self.run)
+                result = run(func, args, kwargs)
         self.writes.note(func, args, kwargs, result)
         self.known.note(func, args, kwargs, result)
         self.host_checks.note(func, result)

@@ -27,8 +27,7 @@ class RecordedFlow:
     """The ops of a capture, in order, with None for a barrier; each launch moves the `position`.
 
     Attributes:
-        has_all_reduces: True if all-reduces were issued beside the ops. The step's waits for them count
-            as barriers.
+        has_all_reduces: True if all-reduces were issued. The step's waits for them count as barriers.
     """
 
     def __init__(self, device_type: str, position: Callable[[], object]) -> None:
@@ -45,8 +44,8 @@ class RecordedFlow:
             self.ops.append(None)  # work that is no op, or another part
         access = access_of(func, args, kwargs)
         result = run(func, args, kwargs)
+        self.has_all_reduces |= func._schema.name == "c10d::allreduce_"
         if func.namespace == "c10d" and self._position() == self._left:
-            self.has_all_reduces |= func._schema.name == "c10d::allreduce_"
             return result  # on NCCL's stream: what waits for it is seen later
         if access is None:
             self.ops.append(None)
