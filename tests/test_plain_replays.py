@@ -645,7 +645,6 @@ def test_lightnings_own_loop_with_another_lightning(
     tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lightning_source, "_KNOWN", frozenset())
-    monkeypatch.setattr(lightning_source, "_CALLS", "")
     runs = Both(tmp_path, accelerator, monkeypatch, lambda: Sized(LOOKS["always"]))
     assert runs.plain_replays == 0
     assert runs.traces[1].counts.replayed > 20

@@ -1,20 +1,18 @@
-"""Fingerprints of Lightning's loop functions, which the fast path between replays reimplements.
+"""Fingerprint of Lightning's loop functions, which the fast path between replays reimplements.
 
-The digest of their source is compared with that of the releases that the fast path was written for. For
-any other release, two batches of the loop are run. The loop counts as unchanged if they make the same
-calls in the same order, and if the functions mention the same names, so that there is no new condition
-that two batches do not show. Otherwise Lightning's own loop runs.
+The digest of their syntax, without comments, docstrings and annotations, is compared with that of the
+releases that the fast path was written for. With any other release, Lightning's own loop runs.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
+import textwrap
 from functools import cache
-from types import CodeType
 from typing import Any
 
-from lightning_cudagraph.compat.loop_probe import digest_of_calls
 from lightning_cudagraph.compat.probes import found
 
 # By path, as in `names/lightning_names.py`, which has this probe in its table.
@@ -44,40 +42,25 @@ _NAMES = {
     f"{_PYTORCH}.trainer.call": "_call_callback_hooks _call_lightning_module_hook",
 }
 # The value of `digest`: the same in lightning 2.6.0 to 2.6.6.
-_KNOWN = frozenset({"3fa88ff282bb2af5b670aa3bc0f9b8b74bbc702b9069cdfd300eb1c59280380b"})
-# The values of `digest_of_calls` and `digest_of_names` for the same releases.
-_CALLS = "1285d4f582a9a406eceafedcd34369b7f0412a520220491db023808a37c3d72a"
-_MENTIONED = "66d9eb69cde20f322125373bf312cc96b49139752848f005103135c15949b78e"
+_KNOWN = frozenset({"380acb951acdffb018dc89072a07af81d215c8ba5f27f074599de2268596fd62"})
+# Fields of syntax trees that change nothing where the function runs. Some versions of Python lack some.
+_NO_MEANING = ("returns", "annotation", "type_comment", "type_params", "kind", "type_ignores")
 
 
 def is_known() -> bool:
     """True if Lightning's loop does the same as in the releases that the fast path was written for."""
-    return digest() in _KNOWN or (digest_of_names() == _MENTIONED and digest_of_calls() == _CALLS)
-
-
-def digest_of_names() -> str:
-    """SHA-256 of the names that the reimplemented functions mention, function by function."""
-    try:
-        mentioned = [sorted(_mentioned(inspect.unwrap(each).__code__)) for each in _functions()]
-    except (AttributeError, ImportError):  # another Lightning
-        return ""
-    return hashlib.sha256(repr(mentioned).encode()).hexdigest()
-
-
-def _mentioned(code: CodeType) -> set[str]:
-    inner = [_mentioned(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return {*code.co_names}.union(*inner)
+    return digest() in _KNOWN
 
 
 def digest() -> str:
-    """SHA-256 of the source of the reimplemented functions."""
+    """SHA-256 of the syntax of the reimplemented functions; empty if there is no source of one."""
     try:
-        sources = [_source(function) for function in _functions()]
+        syntax = [_syntax(function) for function in _functions()]
     except (AttributeError, ImportError):  # another Lightning
         return ""
-    except (OSError, TypeError):  # one without sources
+    except (OSError, TypeError, SyntaxError):  # one without sources
         return ""
-    return hashlib.sha256("".join(sources).encode()).hexdigest()
+    return hashlib.sha256(repr(syntax).encode()).hexdigest()
 
 
 def _functions() -> list[Any]:
@@ -86,5 +69,19 @@ def _functions() -> list[Any]:
 
 
 @cache
-def _source(function: Any) -> str:
-    return inspect.getsource(function)
+def _syntax(function: Any) -> Any:
+    return _meaning(ast.parse(textwrap.dedent(inspect.getsource(function))))
+
+
+def _meaning(node: Any) -> Any:
+    """Reduce a syntax tree to what its code does, equal for all versions of Python."""
+    if isinstance(node, list):
+        return [_meaning(each) for each in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = {name: value for name, value in ast.iter_fields(node) if name not in _NO_MEANING}
+    is_definition = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    if is_definition and ast.get_docstring(node) is not None:  # type: ignore[arg-type]
+        fields["body"] = fields["body"][1:]
+    kept = [(name, _meaning(value)) for name, value in fields.items() if value not in (None, [])]
+    return type(node).__name__, kept

@@ -13,6 +13,7 @@ from lightning_cudagraph.compat.features import (
     TIMES,
     TRAINING,
 )
+from lightning_cudagraph.compat.lightning_source import is_known
 from lightning_cudagraph.compat.probes import (
     PrivateName,
     accepts,
@@ -53,13 +54,6 @@ _WRAPPERS = "lightning.fabric.wrappers"
 
 def _reads_a_number(getter: Any) -> bool:
     return callable(getter.fget)
-
-
-def _is_as_it_was_read(advance: Any) -> bool:
-    # Imported here, because it imports Lightning.
-    from lightning_cudagraph.compat import lightning_source
-
-    return lightning_source.is_known()
 
 
 _TRAINER = (
@@ -171,7 +165,7 @@ _FAST_PATH = (
     members(
         f"{_CONNECTOR}.logger_connector._LoggerConnector", "_callback_metrics _logged_metrics", FAST_PATH
     ),
-    PrivateName(f"{_EPOCH_LOOP}.advance", (FAST_PATH,), _is_as_it_was_read),
+    PrivateName(f"{_EPOCH_LOOP}.advance", (FAST_PATH,), lambda advance: is_known()),
     members(_EPOCH_LOOP, "_skip_next_val _warning_cache", FAST_PATH),
     *named(_EPOCH_LOOP, "_should_check_val_epoch", FAST_PATH, probe=accepts("self")),
     *named(_EPOCH_LOOP, "_should_check_val_fx", FAST_PATH, probe=accepts("self", "data_fetcher")),
