@@ -155,13 +155,16 @@ def test_refused_before_the_first_step(
     cuda = torch.device("cuda")
     ways: dict[Feature, list[Any]] = {
         features.CAPTURES: [_refused_step, lambda: _refused_fit(tmp_path, CUDAGraphCallback())],
-        features.TRAINING: [lambda: _refused_fit(tmp_path, CUDAGraphCallback())],
+        features.LOOPS: [
+            lambda: _refused_fit(tmp_path, CUDAGraphCallback()),
+            lambda: _refused_evaluation(tmp_path),
+            lambda: _refused_call(lambda: ManualOptimization(trainer).check()),
+        ],
         features.TIMES: [
             lambda: _refused_fit(tmp_path / "graph", CUDAGraphCallback(timings=LayerTimings())),
         ],
         features.METRICS: [lambda: _refused_fit(tmp_path, CUDAGraphCallback(), Measured)],
         features.CAPTURABLE_ON_CPU: [lambda: _refused_call(_prepared_with_capturable)],
-        features.EVALUATION: [lambda: _refused_evaluation(tmp_path)],
         features.FP16: [
             lambda: _refused_call(lambda: PreparedScaler(GradScaler("cpu"), torch.device("cpu"), list)),
         ],
@@ -172,7 +175,6 @@ def test_refused_before_the_first_step(
         ],
         features.SHARDS: [lambda: _refused_call(lambda: check_shards(nn.Linear(2, 1)))],
         features.COLLECTIVES: [lambda: _refused_call(lambda: FitProcesses(trainer))],
-        features.MANUAL: [lambda: _refused_call(lambda: ManualOptimization(trainer).check())],
         features.CAPTURED_MODULES: [
             lambda: _refused_fit(tmp_path, CUDAGraphCallback(scope="modules", modules=["head"])),
         ],

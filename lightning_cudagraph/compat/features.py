@@ -23,9 +23,7 @@ class Feature:
 
 
 CAPTURES = Feature("captured steps", _OFF)
-TRAINING = Feature("captured steps in Lightning's loop", _OFF)
-EVALUATION = Feature("evaluation graphs", "leave out `evaluation=True`")
-MANUAL = Feature("captured steps in manual optimization", _OFF)
+LOOPS = Feature("captured steps in Lightning's loops", _OFF)
 CAPTURED_MODULES = Feature('captured modules (`scope="modules"`)', "pass another `scope`")
 FABRIC = Feature("captured steps in Fabric", _OFF)
 FP16 = Feature("captured steps with a gradient scaler", f"{_OFF}, or train in bf16-mixed")

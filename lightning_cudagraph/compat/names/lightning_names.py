@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_cudagraph.compat.features import (
-    EVALUATION,
-    FABRIC,
-    FAST_PATH,
-    MANUAL,
-    REPLICAS,
-    TIMES,
-    TRAINING,
-)
+from lightning_cudagraph.compat.features import FABRIC, FAST_PATH, LOOPS, REPLICAS, TIMES
 from lightning_cudagraph.compat.lightning_source import is_known
 from lightning_cudagraph.compat.probes import (
     PrivateName,
@@ -57,76 +49,62 @@ def _reads_a_number(getter: Any) -> bool:
 
 
 _TRAINER = (
-    members(f"{_PYTORCH}.Trainer", "_logger_connector", TRAINING, EVALUATION, MANUAL),
-    members(f"{_PYTORCH}.Trainer", "_signal_connector _detect_anomaly", TRAINING),
-    members(f"{_PYTORCH}.Trainer", "_evaluation_loop", EVALUATION),
-    members(f"{_PYTORCH}.Trainer", "_results", TRAINING, EVALUATION),
+    members(
+        f"{_PYTORCH}.Trainer",
+        "_logger_connector _signal_connector _detect_anomaly _evaluation_loop _results",
+        LOOPS,
+    ),
     members(
         f"{_PYTORCH}.trainer.connectors.signal_connector._SignalConnector",
         "received_sigterm _sigterm_notifier_fn",
-        TRAINING,
+        LOOPS,
     ),
-    members(f"{_PYTORCH}.LightningModule", "_current_fx_name", TRAINING, EVALUATION),
+    members(
+        f"{_PYTORCH}.LightningModule",
+        "_current_fx_name _compiler_ctx _param_requires_grad_state _trainer",
+        LOOPS,
+    ),
     # Name-mangled: `LightningModule.log` turns its value into a tensor with it.
     PrivateName(
         f"{_PYTORCH}.LightningModule._LightningModule__to_tensor",
-        (TRAINING, EVALUATION),
+        (LOOPS,),
         accepts("self", "value", "name"),
     ),
-    members(f"{_PYTORCH}.LightningModule", "_compiler_ctx", TRAINING),
-    members(f"{_PYTORCH}.LightningModule", "_param_requires_grad_state _trainer", MANUAL),
-    members(f"{_PYTORCH}.loggers.TensorBoardLogger", "_experiment", TRAINING, EVALUATION, MANUAL),
-    PrivateName(f"{_PYTORCH}.core.optimizer._MockOptimizer", (TRAINING,)),
+    members(f"{_PYTORCH}.loggers.TensorBoardLogger", "_experiment", LOOPS),
+    PrivateName(f"{_PYTORCH}.core.optimizer._MockOptimizer", (LOOPS,)),
     members(
         f"{_PYTORCH}.core.optimizer.LightningOptimizer",
-        "_on_before_step _on_after_step",
-        TRAINING,
-        MANUAL,
+        "_on_before_step _on_after_step _optimizer",
+        LOOPS,
     ),
-    members(f"{_PYTORCH}.core.optimizer.LightningOptimizer", "_optimizer", TRAINING, MANUAL),
-    *named(
-        _CALL, "_call_callback_hooks", TRAINING, probe=accepts("trainer", "hook", "batch", "batch_idx")
-    ),
-    *named(_CALL, "_call_lightning_module_hook", TRAINING, probe=accepts("trainer", "hook", "loss")),
+    *named(_CALL, "_call_callback_hooks", LOOPS, probe=accepts("trainer", "hook", "batch", "batch_idx")),
+    *named(_CALL, "_call_lightning_module_hook", LOOPS, probe=accepts("trainer", "hook", "loss")),
 )
 _TRAINING_LOOP = (
     members(
         _EPOCH_LOOP,
         "automatic_optimization _results _batches_that_stepped batch_progress val_loop",
-        TRAINING,
+        LOOPS,
         TIMES,
     ),
-    *named(_EPOCH_LOOP, "_broadcast_sigterm_tensor", TRAINING, probe=accepts("self")),
+    *named(_EPOCH_LOOP, "_broadcast_sigterm_tensor", LOOPS, probe=accepts("self")),
     # Counters, which move from step to step.
-    *named(
-        _EPOCH_LOOP,
-        "batch_idx total_batch_idx global_step",
-        TRAINING,
-        EVALUATION,
-        MANUAL,
-        probe=_reads_a_number,
-    ),
-    *named(
-        f"{_LOOPS}.fit_loop._FitLoop",
-        "batch_idx total_batch_idx",
-        TRAINING,
-        EVALUATION,
-        MANUAL,
-        probe=_reads_a_number,
-    ),
-    PrivateName(f"{_LOOPS}.loop._Loop", (TRAINING, EVALUATION, MANUAL)),
-    *named(f"{_LOOPS}.fit_loop._FitLoop", "_should_accumulate", TRAINING, TIMES, probe=accepts("self")),
+    *named(_EPOCH_LOOP, "batch_idx total_batch_idx global_step", LOOPS, probe=_reads_a_number),
+    *named(f"{_LOOPS}.fit_loop._FitLoop", "batch_idx total_batch_idx", LOOPS, probe=_reads_a_number),
+    PrivateName(f"{_LOOPS}.loop._Loop", (LOOPS,)),
+    *named(f"{_LOOPS}.fit_loop._FitLoop", "_should_accumulate", LOOPS, TIMES, probe=accepts("self")),
     *named(
         f"{_AUTOMATIC}._AutomaticOptimization",
         "_make_closure",
-        TRAINING,
+        LOOPS,
         probe=accepts("self", "kwargs", "optimizer", "batch_idx"),
     ),
-    *named(f"{_AUTOMATIC}._AutomaticOptimization", "_optimizer_step", TRAINING),
-    members(f"{_AUTOMATIC}._AutomaticOptimization", "_skip_backward optim_progress", TRAINING),
+    members(
+        f"{_AUTOMATIC}._AutomaticOptimization", "_optimizer_step _skip_backward optim_progress", LOOPS
+    ),
     PrivateName(
         f"{_AUTOMATIC}.Closure",
-        (TRAINING,),
+        (LOOPS,),
         accepts("step_fn", "backward_fn", "zero_grad_fn"),
         fields=("_step_fn", "_backward_fn", "_zero_grad_fn", "_result"),
     ),
@@ -135,31 +113,27 @@ _LOGS = (
     members(
         f"{_CONNECTOR}.logger_connector._LoggerConnector",
         "should_reset_tensors _current_fx _first_loop_iter _progress_bar_metrics",
-        TRAINING,
-        EVALUATION,
+        LOOPS,
     ),
     members(
         f"{_CONNECTOR}.result._ResultCollection",
         "log reset metrics update_metrics batch batch_size dataloader_idx",
-        TRAINING,
-        EVALUATION,
+        LOOPS,
     ),
     *named(
         f"{_CONNECTOR}.result._ResultCollection",
         "_extract_batch_size",
-        TRAINING,
-        EVALUATION,
+        LOOPS,
         probe=accepts("self", "value", "batch_size", "meta"),
     ),
     # Attributes that this package sets.
     members(
         f"{_CONNECTOR}.result._ResultMetric",
         "value cumulated_batch_size _forward_cache _update_count _computed _defaults has_reset",
-        TRAINING,
-        EVALUATION,
+        LOOPS,
     ),
-    *named(f"{_CONNECTOR}.result", "_get_default_dtype", TRAINING, EVALUATION, probe=accepts()),
-    members(f"{_LOOPS}.evaluation_loop._EvaluationLoop", "_results", EVALUATION),
+    *named(f"{_CONNECTOR}.result", "_get_default_dtype", LOOPS, probe=accepts()),
+    members(f"{_LOOPS}.evaluation_loop._EvaluationLoop", "_results", LOOPS),
 )
 _FAST_PATH = (
     members(
@@ -182,15 +156,16 @@ _FAST_PATH = (
     PrivateName(f"{_LOOPS}.progress._Progress", (FAST_PATH,)),
 )
 _STRATEGIES = (
-    members(f"{_PYTORCH}.strategies.Strategy", "_lightning_optimizers", TRAINING, MANUAL),
+    members(f"{_PYTORCH}.strategies.Strategy", "_lightning_optimizers", LOOPS),
     members(
-        f"{_PYTORCH}.strategies.DDPStrategy", "_ddp_kwargs _ddp_comm_hook _ddp_comm_wrapper", REPLICAS
+        f"{_PYTORCH}.strategies.DDPStrategy",
+        "_ddp_kwargs _ddp_comm_hook _ddp_comm_wrapper _timeout",
+        REPLICAS,
     ),
-    members(f"{_PYTORCH}.strategies.DDPStrategy", "_timeout", REPLICAS),
     *named(
         f"{_PYTORCH}.strategies.DDPStrategy", "_setup_model", REPLICAS, probe=accepts("self", "model")
     ),
-    members(f"{_PYTORCH}.strategies.ModelParallelStrategy", "_device_mesh", TRAINING),
+    members(f"{_PYTORCH}.strategies.ModelParallelStrategy", "_device_mesh", LOOPS),
     members(f"{_WRAPPERS}._FabricOptimizer", "_optimizer _strategy _callbacks", FABRIC),
     members(f"{_WRAPPERS}._FabricModule", "_strategy", FABRIC),
 )

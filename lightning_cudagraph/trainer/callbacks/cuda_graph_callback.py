@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_cudagraph.capture.decisions.stream_choice import AskedStreams, streams_for
 from lightning_cudagraph.capture.signatures.warm_ups import WARMUP_STEPS
 from lightning_cudagraph.checks.verify.settings import DEFAULT_CHECKS, NO_CHECKS, Verification
-from lightning_cudagraph.compat.features import CAPTURES, TRAINING
+from lightning_cudagraph.compat.features import CAPTURES, LOOPS
 from lightning_cudagraph.compat.installed import gpu_without_cuda
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.compat.tested_versions import newer_than_tested
@@ -227,7 +227,7 @@ class CUDAGraphCallback(Callback):
             self._begin()  # now, because the run may end before its first step
         if stage != TrainerFn.FITTING or self.backend == "off":
             return
-        require(CAPTURES, TRAINING)
+        require(CAPTURES, LOOPS)
         self._runs.connect(trainer, self.backend)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

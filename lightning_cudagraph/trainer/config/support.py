@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
-from lightning_cudagraph.compat.features import CAPTURES, EVALUATION
+from lightning_cudagraph.compat.features import CAPTURES, LOOPS
 from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _MockOptimizer
 from lightning_cudagraph.compat.tables import require
@@ -104,7 +104,7 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule, is_whole: bool = 
 
 def check_evaluation(trainer: pl.Trainer, module: pl.LightningModule, stage: Stage) -> None:
     """Raise `UnsupportedError` for evaluations not known to have the same numbers with a graph."""
-    require(CAPTURES, EVALUATION)
+    require(CAPTURES, LOOPS)
     _check_placement(trainer)
     _check_precision(trainer)
     _check_batches(module, f"{stage}_step")

@@ -19,7 +19,7 @@ from torch.amp import GradScaler
 
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
-from lightning_cudagraph.compat.features import FABRIC, MANUAL
+from lightning_cudagraph.compat.features import FABRIC, LOOPS
 from lightning_cudagraph.compat.names.lightning_names import _FabricModule, _FabricOptimizer
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import UnsupportedError
@@ -62,7 +62,7 @@ class ManualOptimization(PlainLoop):
         return scaler_of(self.trainer)
 
     def check(self) -> None:
-        require(MANUAL)
+        require(LOOPS)
         strategy = self.trainer.strategy
         refuse_strategy(strategy)
         if self.trainer.world_size > 1 or isinstance(strategy, DDPStrategy):
