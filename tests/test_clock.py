@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_cudagraph import CUDAGraphCallback, LayerTimings, RunSummary
+from lightning_cudagraph import CUDAGraphCallback, LayerTimings
 from lightning_cudagraph.capture.graph import CaptureInstance
 from lightning_cudagraph.checks.verify.verifier import Verifier
 from lightning_cudagraph.device.cuda.cuda_backend import CudaBackend
@@ -21,7 +21,6 @@ from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.sinks.tensorboard.writer import TensorBoardWriter
 from lightning_cudagraph.trainer.training.times import timing_rate
-from lightning_cudagraph.trainer.training.times.run_times import RunTimes
 from tests.harness import Net, Trace, assert_same, loader, make, train
 
 INNER = ("step_ms/forward", "layer_forward_ms/head", "layer_backward_ms/features")
@@ -248,33 +247,6 @@ def test_scope_behind(tmp_path: Path, accelerator: str, readings: list[Reading])
     assert any("step_ms/gap" in reading.layout.tags for reading in readings)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("scope", ["step", "forward_backward"])
-def test_the_last_step_of_the_warm_up_is_timed(
-    tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, scope: Any, accumulate: int
-) -> None:
-    found: list[RunTimes] = []
-    finish = RunTimes.finish
-
-    def noting(self: RunTimes, summary: RunSummary) -> RunSummary:
-        found.append(self)
-        return finish(self, summary)
-
-    monkeypatch.setattr(RunTimes, "finish", noting)
-    callback = graph(1, scope=scope)
-    trace = run(tmp_path, accelerator, callback, accumulate_grad_batches=accumulate)
-    assert trace.counts.warmed_up == 3 * accumulate
-    times = found[0].eager.summary().times
-    eager_ms = {f"~{tag}": of_tag.p50_ms for tag, of_tag in times.items() if "es." not in tag}
-    tags = {tag for tag in events(tmp_path).Tags()["scalars"] if tag.startswith(("~layer", "~step_ms"))}
-    assert eager_ms.keys() == tags - {"~step_ms/gap", "~step_ms/copy"}
-    assert "layer_backward_ms/features.0" in times
-    assert all(value_ms >= 0 for value_ms in eager_ms.values())
-    # One step, of all its batches.
-    assert len(found[0].eager) == 1
-
-
 def test_the_last_step_is_read(tmp_path: Path, accelerator: str, readings: list[Reading]) -> None:
     run(tmp_path, accelerator, graph(1), limit_train_batches=7, max_epochs=2)
     assert [reading.step for reading in readings] == list(range(3, 14))
@@ -292,35 +264,6 @@ def test_an_exception_loses_nothing_that_was_read(
     assert [reading.step for reading in readings] == list(range(3, 3 + len(readings)))
     assert len(readings) >= 7
     assert steps(events(tmp_path), "step_ms/total") == [reading.step for reading in readings]
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_in_a_timed_step_of_the_warm_up(
-    tmp_path: Path, accelerator: str, where: str
-) -> None:
-    class Fails(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out = super().forward(x)
-            if where == "forward" and self.trainer.global_step == 2:
-                raise ArithmeticError
-            return out
-
-        def on_after_backward(self) -> None:
-            if where == "backward" and self.trainer.global_step == 2:
-                raise ArithmeticError
-
-    trace = train(
-        make(Fails),
-        tmp_path,
-        graph(1),
-        accelerator=accelerator,
-        gradient_clip_val=0.5,
-        gradient_clip_algorithm="value",
-        raises=ArithmeticError,
-    )
-    assert trace.module is not None
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in trace.module.modules())
-    assert "configure_gradient_clipping" not in vars(trace.module)
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_cudagraph.timing.output import tables
 from lightning_cudagraph.timing.output.tables import layer_table, layers_of, parts_table, window_text
 from lightning_cudagraph.timing.output.texts import places, shortened, table
 from lightning_cudagraph.timing.readings.spans import Reading, Span, SpanLayout
@@ -138,16 +137,14 @@ def test_layers_that_run_inside_of_others_are_said() -> None:
     assert "Mean forward: 3.000 ms in the outermost layers, 2.000 ms in all: some of them run" in text
 
 
-def test_of_many_layers_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_MOST_ROWS", 4)
+def test_of_many_layers_the_slowest() -> None:
     summary = flat(**{f"layer{i}": 0.001 * (i + 1) for i in range(300)})
-    lines = layer_table(summary)
+    lines = layer_table(summary, most_rows=4)
     assert [line.split()[0] for line in lines[2:6]] == ["layer296", "layer297", "layer298", "layer299"]
     assert lines[6] == "and 296 faster layers, none above 0.296 ms in both passes"
     # With a slow member comes what contains it.
     nested = flat(a=0.001, b=0.5, c=0.3, **{"a.slow": 1.0})
-    monkeypatch.setattr(tables, "_MOST_ROWS", 3)
-    lines = layer_table(nested)
+    lines = layer_table(nested, most_rows=3)
     assert [line.split()[0] for line in lines[2:5]] == ["a", "slow", "b"]
 
 

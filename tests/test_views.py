@@ -89,25 +89,6 @@ def test_showing_changes_no_number(tmp_path: Path, accelerator: str) -> None:
     assert_same(timed, plain)
 
 
-def test_the_report_has_a_step_of_the_warm_up_beside_replays(tmp_path: Path, accelerator: str) -> None:
-    callback = CUDAGraphCallback(timings=LayerTimings(every_n_steps=2))
-    run(tmp_path, accelerator, callback)
-    report = str(callback.summary)
-    lines = report.splitlines()
-    for label in ("  graph     ", "  warm-up   "):
-        parts = next(line for line in lines if line.startswith(label))
-        for part in ("forward", "backward", "optimizer"):
-            assert f"{part} " in parts, parts
-    assert "one step of the optimizer in 2 is timed" in report
-    header = next(index for index, line in enumerate(lines) if line.split()[:1] == ["layer"])
-    assert lines[header].count("forward ms") == 2
-    assert lines[header - 1].split() == ["in", "the", "graph", "in", "warm-up,", "watched"]
-    rows = {line.split()[0]: line for line in lines[header + 1 :]}
-    assert sorted(rows) == sorted(LAYERS)
-    assert all(float(number) >= 0 for number in rows["head"].split()[1:5])
-    assert len({line.index("%") for line in rows.values()}) == 1
-
-
 @pytest.mark.long
 @pytest.mark.pictures
 def test_an_eager_run_shows_the_same(tmp_path: Path, accelerator: str) -> None:

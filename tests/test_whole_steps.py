@@ -116,17 +116,6 @@ def test_without_the_optimizer_a_step_is_its_passes() -> None:
     assert window.summary().step.p50_ms == pytest.approx(6.0)  # type: ignore[union-attr]
 
 
-def test_batches_that_are_timed_apart() -> None:
-    steps = WholeSteps([], across_windows=True)
-    first, between, _, last = batches(3, 4)
-    for reading in (last, between, last, batches(2, 4)[0]):
-        assert steps.joined(reading) is None
-    assert steps.joined(first) is None
-    step = steps.joined(last)
-    assert step is not None
-    assert step.durations_ms[step.layout.tags.index("step_ms/total")] == pytest.approx(15.0)
-
-
 @pytest.mark.spread(2, first=1)
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_run_that_accumulates(accelerator: str, tmp_path: Path, eager: bool) -> None:

@@ -314,10 +314,7 @@ class StepEngine(Generic[T]):
             stack.enter_context(step.learning())
             stack.enter_context(self._compiled.noticed())
             stack.enter_context(self._noting_gradients(step))
-            is_at_its_end = self.graphs.is_timed(signature) and self._warm_ups.is_at_its_end(
-                signature, step.accumulation
-            )
-            (step.run_last if is_at_its_end else step.run)()
+            step.run()
         # A step that raises does not count.
         self._run.replicas.ran()
         self._warm_ups.done(signature, step.accumulation)

@@ -149,10 +149,6 @@ class Step(Generic[T], ABC):
     def run(self) -> None:
         """Run the step eagerly."""
 
-    def run_last(self) -> None:
-        """Run the last warm-up step of the first signature eagerly."""
-        self.run()
-
     @abstractmethod
     def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> T:
         """Run the step on the static batch, and return the static outputs.

@@ -47,10 +47,6 @@ class WarmUps:
         done = sum(each == signature for each in warm_up.done.get(accumulation, ()))
         return max(warm_up.steps - done, 0)
 
-    def is_at_its_end(self, signature: Signature, accumulation: AccumulationPhase) -> bool:
-        """True if the next step can be the last before a capture, and is not the first."""
-        return self.left(signature, accumulation) <= min(1, self._steps - 1)
-
     def is_new(self, signature: Signature) -> bool:
         """True if no step has begun on a batch of this signature."""
         return self._of(signature) is None

@@ -7,21 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from lightning_cudagraph.errors import see
 from lightning_cudagraph.timing.output.stages import StageSummary
-from lightning_cudagraph.timing.output.tables import layers_of, timed_steps
-from lightning_cudagraph.timing.output.texts import shortened, table
-from lightning_cudagraph.timing.readings.spans import (
-    BACKWARD_TAG,
-    EXPOSED_TAG,
-    FORWARD_TAG,
-    STEP_PARTS,
-    STEP_TAG,
-)
+from lightning_cudagraph.timing.output.tables import layer_table, timed_steps
+from lightning_cudagraph.timing.readings.spans import EXPOSED_TAG, STEP_PARTS, STEP_TAG
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 
 _SLOWEST_LAYERS = 10
-_NAME_WIDTH = 48
-_BAR_WIDTH = 24
 _PARTS = (*STEP_PARTS, "copy")
 # The share of a step from which on a gap, or host time for timings, is reported.
 _LARGE_GAP = 0.1
@@ -33,8 +24,6 @@ _LONG = 100
 # Of batches: what varies, and what to do about it.
 _SHAPES = " shapes. Pad to a few (`pad_to` of the callback)." + see("buckets")
 _VALUES = " values. Pass it as a tensor, or only a few values." + see("names_in_batches")
-NO_TIMES = WindowSummary([])
-_WATCHED = "watched, so slower: no measure of what is gained"
 
 
 def verdict(stage: StageSummary, unit: str) -> str:
@@ -120,25 +109,25 @@ def note_lines(notes: Sequence[str]) -> list[str]:
 
 def time_lines(
     graph: WindowSummary,
-    eager: WindowSummary = NO_TIMES,
     ranks: Sequence[str] = (),
     event_host_us: float = 0.0,
     label: str = "graph",
     is_emulated: bool = False,
 ) -> list[str]:
-    """Format the parts of a step: in replays, in eager steps of the warm-up, and in all processes.
+    """Format the parts of a step, and the times of all processes.
 
     With every step timed, `event_host_us` is the host time of one event per step. The first line has the
     label.
     """
-    lines = _parts_line(label, graph)
-    lines += [f"{line}; {_WATCHED}" for line in _parts_line("warm-up", eager)]
-    return [*lines, *_gap_line(graph, event_host_us, is_emulated), *_ranks_lines(ranks)]
+    gap = _gap_line(graph, event_host_us, is_emulated)
+    return [*_parts_line(label, graph), *gap, *_ranks_lines(ranks)]
 
 
-def layer_lines(graph: WindowSummary, eager: WindowSummary) -> list[str]:
-    """Format a table of the slowest layers, in replays and in eager steps of the warm-up."""
-    return _layer_lines(graph, eager) or _layer_lines(eager, NO_TIMES, "in warm-up, watched: ")
+def layer_lines(summary: WindowSummary) -> list[str]:
+    """Format a table of the slowest layers."""
+    lines = layer_table(summary, most_rows=_SLOWEST_LAYERS)
+    title = f"  slowest layers of {timed_steps(summary.n_readings)}"
+    return [title, *(f"    {line}" for line in lines)] if lines else []
 
 
 def _parts_line(label: str, summary: WindowSummary) -> list[str]:
@@ -178,31 +167,3 @@ def _gap_line(summary: WindowSummary, event_host_us: float, is_emulated: bool) -
                 " (`LayerTimings(every_n_steps=50)` times fewer steps)"
             )
     return [text]
-
-
-def _layer_lines(summary: WindowSummary, eager: WindowSummary, which: str = "") -> list[str]:
-    """The slowest layers of `summary`, with a second pair of columns if `eager` has times of them."""
-    layers = sorted(layers_of(summary), key=lambda layer: -layer.median_ms)[:_SLOWEST_LAYERS]
-    if not layers:
-        return []
-    passes = (FORWARD_TAG, BACKWARD_TAG)
-    summaries = [summary]
-    if any(tag + layer.name in eager for layer in layers for tag in passes):
-        summaries.append(eager)
-    rows: list[list[str | float | None]] = [
-        ["layer", *["forward ms", "backward ms"] * len(summaries), "share of step"]
-    ]
-    for layer in layers:
-        times = [found.get(tag + layer.name) for found in summaries for tag in passes]
-        times_ms = [None if one is None else one.p50_ms for one in times]
-        bar = "#" * round(min(layer.share, 1.0) * _BAR_WIDTH)
-        rows.append([shortened(layer.name, _NAME_WIDTH), *times_ms, f"{layer.share:>5.0%} {bar}"])
-    lines = table(rows, left=(0, len(rows[0]) - 1))
-    if len(summaries) > 1:
-        begin, end = (lines[0].index("forward ms", at) for at in (0, lines[0].index("backward ms")))
-        lines.insert(
-            0, f"{'in the graph':>{begin + len('in the graph')}}".ljust(end) + "in warm-up, watched"
-        )
-    steps = timed_steps(summary.n_readings)
-    title = f"slowest layers, {which}median of {steps} (containers include their members)"
-    return [title, *(f"  {line}" for line in lines)]

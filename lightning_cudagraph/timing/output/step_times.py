@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_cudagraph.timing.output.report import (
-    NO_TIMES,
     ended_lines,
     layer_lines,
     note_lines,
@@ -41,15 +40,8 @@ class StepTimes:
     layers: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
-    def of_window(
-        cls, window: WindowSummary, lines: Sequence[str], eager: WindowSummary = NO_TIMES, **others: Any
-    ) -> Self:
-        """The times of the steps in a window, with the lines about them.
-
-        Args:
-            eager: the eager steps of the warm-up, for comparison.
-            others: further attributes.
-        """
+    def of_window(cls, window: WindowSummary, lines: Sequence[str], **others: Any) -> Self:
+        """The times of the steps in a window, with the lines about them; `others` are attributes."""
         parts, forward, backward = (
             {tag.removeprefix(kind): t for tag, t in window.times.items() if tag.startswith(kind)}
             for kind in (STEP_TAG, FORWARD_TAG, BACKWARD_TAG)
@@ -60,7 +52,7 @@ class StepTimes:
             forward=forward,
             backward=backward,
             lines=tuple(lines),
-            layers=tuple(f"  {line}" for line in layer_lines(window, eager)),
+            layers=tuple(layer_lines(window)),
             **others,
         )
 

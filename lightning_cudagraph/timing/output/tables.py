@@ -15,7 +15,6 @@ _BAR_WIDTH = 24
 # If its members take this many times a layer's own time, some are called outside of it.
 _MORE = 1.2
 _NAMES_SHOWN = 5
-_MOST_ROWS = 40
 # Parts that are not added to the step's time: gap and copy come before the step, and collectives are
 # contained in other parts or run beside them.
 _BESIDE = {
@@ -138,7 +137,7 @@ def parts_table(summary: WindowSummary) -> list[str]:
     return table(lines, left=(0, 7))
 
 
-def layer_table(summary: WindowSummary) -> list[str]:
+def layer_table(summary: WindowSummary, most_rows: int = 40) -> list[str]:
     """Lines with the layers as a tree, and their times; none if no layer was timed.
 
     Of more than can be shown, the slowest and their containers are shown.
@@ -151,7 +150,7 @@ def layer_table(summary: WindowSummary) -> list[str]:
     # called elsewhere that may not hold, but the container is shown all the same.
     for layer in sorted(layers, key=lambda layer: (-layer.median_ms, len(layer.containers))):
         missing = [name for name in (*layer.containers, layer.name) if name not in shown]
-        if len(shown) + len(missing) <= _MOST_ROWS:
+        if len(shown) + len(missing) <= most_rows:
             shown.update(missing)
     rows = [
         ("", "forward", "", "backward", "", "both", ""),

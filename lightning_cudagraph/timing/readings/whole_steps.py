@@ -23,17 +23,12 @@ class WholeSteps(Sinks):
 
     The readings of an accumulation window are joined, as if its micro-batches were one long step. So the
     time of a layer is the sum over all micro-batches, and the optimizer's share is of the whole window.
-    A window without a reading of each, because a micro-batch was eager, is skipped. If micro-batches are
-    timed `across_windows`, each in another one, a missing reading is replaced by the last of its
-    accumulation phase (first or middle).
+    A window without a reading of each, because a micro-batch was eager, is skipped.
     """
 
-    def __init__(self, sinks: Sequence[Sink], across_windows: bool = False) -> None:
+    def __init__(self, sinks: Sequence[Sink]) -> None:
         super().__init__(sinks)
-        self._across_windows = across_windows
         self._batches: list[Reading] = []
-        # If so: the last reading of a first micro-batch (True), and of a middle one (False).
-        self._kinds: dict[bool, Reading] = {}
         self._layout_of = lru_cache(MAX_LAYOUTS)(_joined_layout)
 
     def add(self, reading: Reading) -> None:
@@ -45,19 +40,6 @@ class WholeSteps(Sinks):
         """Add the reading of a micro-batch; return that of the window that it completes."""
         if reading.batch == 0 and reading.is_last:
             return reading
-        return self._add_across(reading) if self._across_windows else self._add_next(reading)
-
-    def _add_across(self, reading: Reading) -> Reading | None:
-        if not reading.is_last:
-            self._kinds[reading.batch == 0] = reading
-            return None
-        first, between = self._kinds.get(True), self._kinds.get(False)
-        n_between = reading.batch - 1
-        if first is None or (n_between and between is None):
-            return None
-        return self._join([first, *[between or first] * n_between, reading])
-
-    def _add_next(self, reading: Reading) -> Reading | None:
         if reading.batch == 0:
             self._batches = [reading]
             return None

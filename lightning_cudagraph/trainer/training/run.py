@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_cudagraph.checks.guards.guards import GuardedValues, OutsideModel
 from lightning_cudagraph.checks.guards.hooks import roots_of_comm_hooks
-from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.trainer.common.captured_run import CapturedRun
 from lightning_cudagraph.trainer.logs.shown import ShownValues
 from lightning_cudagraph.trainer.training.captured_step.optimizer_part import OptimizerPart
@@ -22,7 +21,6 @@ class TrainingRun(CapturedRun):
 
     Attributes:
         is_in_step: a step is under way; hooks inside the step see that.
-        marks: those of the timed eager step that is under way.
     """
 
     times: RunTimes
@@ -31,7 +29,6 @@ class TrainingRun(CapturedRun):
     hooks: InnerHooks = field(init=False)
     shown: ShownValues = field(init=False, default_factory=ShownValues)
     is_in_step: bool = field(init=False, default=False)
-    marks: StepMarks | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.hooks = InnerHooks(self.trainer, self.module, lambda: self.part.eager_reason is not None)

@@ -44,7 +44,6 @@ from lightning_cudagraph.trainer.training.conditions import OF_OPTIMIZATION, TRA
 from lightning_cudagraph.trainer.training.hooks.user_hooks import batches_unseen, is_known
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.baseline import PlainSteps
-from lightning_cudagraph.trainer.training.times.marked_steps import timed_closure
 from lightning_cudagraph.trainer.training.times.run_times import batch_of_step, step_number
 
 R = TypeVar("R")
@@ -236,10 +235,7 @@ class TrainingSteps:
     def _call_closure(self, closure: GraphClosure, plain: Callable[[], Tensor | None]) -> Tensor | None:
         def eagerly() -> Tensor | None:
             self._use_own(closure)
-            if (marks := self._run.marks) is None:
-                return plain()
-            with timed_closure(closure, marks):
-                return plain()
+            return plain()
 
         if self._is_in_optimizer:
             with self._part.optimizer.floats_inside():
@@ -381,7 +377,7 @@ class TrainingSteps:
             return loss
         if self.phase is Phase.WARMING:
             run.logs.warmed_up((accumulation, step.signature), closure.batch)
-            # The last one is timed, and has to begin on an idle device, as the others do.
+            # The first plain step, which is timed, has to begin on an idle device.
             run.backend.synchronize()
             self._look_for_loss(closure, step)
         if accumulation.steps:

@@ -22,8 +22,6 @@ from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.hooks.user_hooks import gradients_unseen
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.host_times import AT_BREAKS
-from lightning_cudagraph.trainer.training.times.marked_steps import timed_stages
-from lightning_cudagraph.trainer.training.times.run_times import batch_of_step, step_number
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,21 +95,6 @@ class TrainingStep(Step[StepOutputs]):
     def run(self) -> None:
         with self.training.logs.noted():
             self.eagerly()
-
-    def run_last(self) -> None:
-        """Run the last warm-up step, timed like a replay."""
-        training, trainer, times = self.training, self.training.trainer, self.training.times
-        if training.settings.timings is None:
-            self.run()
-            return
-        marks = times.marks(self.accumulation.steps)
-        with (
-            setting(training, marks=marks),
-            marks.recording(),
-            timed_stages(marks, trainer, training.module),
-        ):
-            self.run()
-        times.eager_clock.ended(marks, step_number(trainer), False, *batch_of_step(trainer))
 
     def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepOutputs:
         training, signature = self.training, self.signature

@@ -10,9 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import do_nothing_closure
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
-from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import in_place
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.readings.spans import Stage
@@ -29,14 +28,6 @@ def timed_forward(step: Callable[[], ClosureResult], marks: StepMarks) -> Callab
         return result
 
     return timed
-
-
-@contextmanager
-def timed_closure(closure: Closure, marks: StepMarks) -> Iterator[None]:
-    """Mark the forward and the backward pass in an eager call of a closure."""
-    with setting(closure, _step_fn=timed_forward(closure._step_fn, marks)):
-        yield
-    marks.backward_ended()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ from lightning_cudagraph.timing.readings.rank_times import RankTable, RankTimes,
 from lightning_cudagraph.timing.readings.sink import Sink
 from lightning_cudagraph.timing.readings.step_time import StepTime
 from lightning_cudagraph.timing.readings.whole_steps import WholeSteps
-from lightning_cudagraph.timing.readings.windows import ReadingWindow
 from lightning_cudagraph.timing.sinks.dashboard import Dashboard
 from lightning_cudagraph.timing.sinks.logged_medians import MediansWriter
 from lightning_cudagraph.timing.sinks.tensorboard.charts import StepBand, StepLine
@@ -94,7 +93,6 @@ class RunTimes:
 
     Attributes:
         clock: times of replays, or of the steps of an eager run.
-        eager_clock: times of the eager step of the warm-up, for comparison.
         on_other_rate: called when fewer steps are timed than before: they need other graphs.
     """
 
@@ -126,7 +124,6 @@ class RunTimes:
             inner = frozenset(without_curves(module, choice))
         self.pace = StepTime()
         self._tensorboard = TensorBoardWriter(trainer.loggers, inner)
-        self.eager = ReadingWindow(window_steps)
         self._counted = (0, 0)
         self._others = others = other_loggers_writer(
             trainer.loggers, window_steps, lambda: step_number(trainer), inner
@@ -170,9 +167,6 @@ class RunTimes:
         )
         self.host = HostTimes(backend)
         self.host.waits.append(lambda: self.clock.device_waits_s)
-        self.eager_clock = FitClock(
-            backend, [WholeSteps([self.eager], across_windows=True)], min(self._every_n_steps, 1)
-        )
 
     @property
     def _every_n_steps(self) -> int:
@@ -217,7 +211,6 @@ class RunTimes:
         """Pause the clocks for work that is no training step (validation, a checkpoint)."""
         self.pace.pause()
         self.clock.pause()
-        self.eager_clock.pause()
         self._tell_ranks()
 
     def _show_ranks(self, table: RankTable) -> None:
@@ -253,16 +246,16 @@ class RunTimes:
         If an exception has ended the run, no event is waited for.
         """
         ranks = self._finish(summary.ended)
-        graph, eager = self._dashboard.summary(), self.eager.summary()
+        graph = self._dashboard.summary()
         notes = [*(delay_notes(self._trainer) if self._every_n_steps else []), *self._notes()]
         notes += bucket_notes(self._trainer.strategy, graph)
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
         is_emulated = self._backend.device.type == "cpu"
-        lines = time_lines(graph, eager, ranks, event_host_us, is_emulated=is_emulated)
+        lines = time_lines(graph, ranks, event_host_us, is_emulated=is_emulated)
         lines += host_lines(self.host, callbacks_of(self._trainer))
         summary = replace(
             summary,
-            times=StepTimes.of_window(graph, lines, eager),
+            times=StepTimes.of_window(graph, lines),
             notes=(*summary.notes, *notes),
             tensorboard_dir=_tensorboard_dir(self._trainer),
         )
@@ -286,7 +279,6 @@ class RunTimes:
         if ended:  # the device may never come to its last events, and other processes never to this end
             return []
         self.clock.finish()
-        self.eager_clock.finish()
         table = None if self._ranks is None else self._ranks.finish()
         self._tell_ranks()
         return [] if table is None else ranks_lines(table)
@@ -311,9 +303,7 @@ class RunTimes:
 
     def close(self) -> None:
         """Write the remaining readings; events not yet read are not waited for."""
-        with ExitStack() as stack:  # closes both, even if one of them fails
-            stack.callback(self.eager_clock.close)
-            stack.callback(self.clock.close)
+        self.clock.close()
 
 
 def _trace_file(trainer: pl.Trainer, store: Any) -> Callable[[], Path]:
