@@ -50,7 +50,6 @@ from lightning_cudagraph.trainer.training.captured_step.recording import Recorde
 from lightning_cudagraph.trainer.training.fast_path import FastPath
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
-from lightning_cudagraph.trainer.training.times.fused_gain import fused_notes
 from lightning_cudagraph.trainer.training.times.run_times import RunTimes, ended_by
 
 
@@ -208,9 +207,6 @@ class GraphedTraining:
         if self._part.scaler is not None and exception is None:
             skipped = int(self._part.scaler.skipped_steps)
             said.append(f"{skipped} step(s) skipped, because a gradient overflowed")
-        if exception is None and self._part.eager_reason is None and self._trainer.world_size == 1:
-            stage = self.stage
-            said += fused_notes(self._part.optimizer.optimizer, stage.replayed, stage.replay_ms)
         ended = ended_by(self._trainer, exception)
         finished = self._times.finish(replace(summary, notes=tuple(said), ended=ended))
         self._count()

@@ -50,7 +50,7 @@ from lightning_cudagraph.timing.sinks.trace import TraceWriter
 from lightning_cudagraph.trainer.common.profilers import delay_notes
 from lightning_cudagraph.trainer.common.replicas import has_replicas
 from lightning_cudagraph.trainer.config.support import callbacks_of
-from lightning_cudagraph.trainer.training.times.bucket_size import bucket_notes
+from lightning_cudagraph.trainer.training.times.advice import bucket_notes, fused_notes
 from lightning_cudagraph.trainer.training.times.host_times import HostTimes, host_lines
 from lightning_cudagraph.trainer.training.times.timing_rate import TimingRate
 
@@ -249,8 +249,10 @@ class RunTimes:
         graph = self._dashboard.summary()
         notes = [*(delay_notes(self._trainer) if self._every_n_steps else []), *self._notes()]
         notes += bucket_notes(self._trainer.strategy, graph)
-        event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
         is_emulated = self._backend.device.type == "cpu"
+        if not is_emulated:
+            notes += fused_notes(self._trainer.optimizers[0], graph)
+        event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
         lines = time_lines(graph, ranks, event_host_us, is_emulated=is_emulated)
         lines += host_lines(self.host, callbacks_of(self._trainer))
         summary = replace(
