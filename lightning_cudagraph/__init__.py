@@ -27,7 +27,6 @@ from lightning_cudagraph.timing.events.timers import EventTimer as EventTimer
 from lightning_cudagraph.timing.events.timers import TimerRegistry as TimerRegistry
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings as LayerTimings
 from lightning_cudagraph.timing.output.stages import StageSummary as StageSummary
-from lightning_cudagraph.timing.output.step_times import EagerSummary as EagerSummary
 from lightning_cudagraph.timing.output.step_times import StepTimes as StepTimes
 from lightning_cudagraph.timing.output.summary import RunSummary as RunSummary
 from lightning_cudagraph.timing.readings.windows import Times as Times

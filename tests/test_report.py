@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cudagraph import EagerSummary, RunSummary, StageSummary, StepTimes
+from lightning_cudagraph import RunSummary, StageSummary, StepTimes
 from lightning_cudagraph.checks.audit.read_remedies import afterwards
 from lightning_cudagraph.checks.guards.changes import Change
 from lightning_cudagraph.checks.guards.remedies import kind_of, remedy_of
@@ -21,7 +21,6 @@ from tests.readings import gpt_readings
 from tests.test_tables import flat
 
 NOTHING = WindowSummary([])
-DEVICE = "NVIDIA H200"
 
 
 def replayed(**numbers: Any) -> StageSummary:
@@ -73,7 +72,7 @@ def test_the_whole_report() -> None:
 
 def test_columns_beside_wide_names() -> None:
     times = flat(**{"注意力层": 3.0, "e\u0301te\u0301": 2.0, "mlp": 1.0})
-    *_, header, wide, combined, narrow, _ = str(EagerSummary.of(times, DEVICE)).splitlines()
+    *_, header, wide, combined, narrow, _ = report(replayed(), times).splitlines()
     assert header == "    layer      p50 ms  p95 ms    p50 ms  p95 ms  share  # forward = backward"
     assert wide.startswith("    注意力层    3.000   3.000         -       -  50.0%  #")
     assert combined.startswith("    e\u0301te\u0301         2.000   2.000         -       -  33.3%  #")
@@ -110,7 +109,6 @@ def test_a_gap_that_comes_from_the_timings_is_explained() -> None:
 def test_nothing_was_timed() -> None:
     text = report(replayed())
     assert len(text.splitlines()) == 3
-    assert str(EagerSummary.of(NOTHING, DEVICE, ["a note"])).splitlines()[1:] == ["  note      a note"]
 
 
 def step_line(text: str) -> str:
@@ -199,7 +197,6 @@ def test_what_has_ended_the_run_is_the_second_line() -> None:
     ended = "KeyboardInterrupt after step 9"
     line = f"  ended     by {ended}; times of the last steps are missing"
     assert report(replayed(), ended=ended).splitlines()[1] == line
-    assert str(EagerSummary.of(NOTHING, DEVICE, ended=ended)).splitlines()[1:] == [line]
 
 
 def test_numbers_for_a_log() -> None:
@@ -226,22 +223,6 @@ def test_numbers_for_a_log() -> None:
     assert str(times).splitlines()[0] == "d"
     assert "blocks" in str(times)
     assert pickle.loads(pickle.dumps(summary)) == copy.deepcopy(summary) == summary
-
-
-def test_numbers_of_an_eager_run() -> None:
-    times = WindowSummary(gpt_readings(n=3, noise=0.0))
-    summary = EagerSummary.of(times, DEVICE, ["a note"], ended="KeyboardInterrupt after step 9")
-    found = json.loads(json.dumps(summary.to_dict()))
-    assert found["timed_steps"] == found["parts"]["forward"]["count"] == 3
-    assert found["parts"]["forward"]["p50_ms"] == pytest.approx(0.619)
-    assert found["parts"]["total"]["mean_ms"] == pytest.approx(summary.parts["total"].mean_ms)
-    assert found["forward"]["blocks"]["p50_ms"] == pytest.approx(0.6)
-    assert found["backward"]["blocks"]["p50_ms"] == pytest.approx(1.38)
-    assert (found["device"], found["notes"], found["ended"]) == (DEVICE, ["a note"], summary.ended)
-    assert not {"lines", "layers"} & {*found}
-    assert pickle.loads(pickle.dumps(summary)) == copy.deepcopy(summary) == summary
-    assert str(summary).splitlines()[1].startswith("  ended     by KeyboardInterrupt after step 9;")
-    assert str(EagerSummary()) == "lightning_cudagraph: nothing has run yet"
 
 
 def test_what_changes_again_and_again_is_one_line() -> None:

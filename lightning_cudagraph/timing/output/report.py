@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from lightning_cudagraph.errors import see
 from lightning_cudagraph.timing.output.stages import StageSummary
-from lightning_cudagraph.timing.output.tables import layer_table, timed_steps
 from lightning_cudagraph.timing.readings.spans import EXPOSED_TAG, STEP_PARTS, STEP_TAG
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.windows import WindowSummary
 
-_SLOWEST_LAYERS = 10
 _PARTS = (*STEP_PARTS, "copy")
 # The share of a step from which on a gap, or host time for timings, is reported.
 _LARGE_GAP = 0.1
@@ -121,13 +119,6 @@ def time_lines(
     """
     gap = _gap_line(graph, event_host_us, is_emulated)
     return [*_parts_line(label, graph), *gap, *_ranks_lines(ranks)]
-
-
-def layer_lines(summary: WindowSummary) -> list[str]:
-    """Format a table of the slowest layers."""
-    lines = layer_table(summary, most_rows=_SLOWEST_LAYERS)
-    title = f"  slowest layers of {timed_steps(summary.n_readings)}"
-    return [title, *(f"    {line}" for line in lines)] if lines else []
 
 
 def _parts_line(label: str, summary: WindowSummary) -> list[str]:

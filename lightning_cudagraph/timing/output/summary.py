@@ -26,14 +26,16 @@ class RunSummary:
     A stage without graphs has counts of zero.
 
     Attributes:
-        backend: the device and mechanism that the graphs ran on, in words; empty before a run.
+        backend: the device and mechanism that the graphs ran on, or the device of an eager run, in
+            words; empty before a run.
         is_emulated: True if that is the emulator, whose times tell nothing of a gain.
         fit: the training steps.
         validate: the batches of validation, in a `fit` or alone.
         test: the batches of `trainer.test`.
         predict: the batches of `trainer.predict`.
         calls: the calls of a `GraphedStep`.
-        refused: the reason why all steps were eager, as a sentence; empty if they were not.
+        refused: the reason why all steps were eager, as a sentence, or that they were to be so; empty
+            if they were not.
         ended: the exception that ended the run, in a `fit` with the last step; empty if none did.
         tensorboard_dir: the log folder that TensorBoard reads the times of the run from, or None.
         notes: notes for the user.

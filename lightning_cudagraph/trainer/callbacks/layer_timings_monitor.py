@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_cudagraph.errors import ConfigurationError
 from lightning_cudagraph.timing.layers.layer_selection import AUTOMATIC_LAYERS, LayerTimings
-from lightning_cudagraph.timing.output.step_times import EagerSummary
+from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.config.support import callbacks_of
 from lightning_cudagraph.trainer.training.times.eager_times import EagerTimes
 
@@ -41,7 +41,7 @@ class LayerTimingsMonitor(Callback):
                 ' `LayerTimings(modules=["blocks.*"])`.'
             )
         self.timings = timings
-        self.summary = EagerSummary()
+        self.summary = RunSummary()
         self._run: EagerTimes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class LayerTimingsMonitor(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close()  # a run that ended in an exception of another callback, before our hooks
         if stage == "fit":
-            self.summary = EagerSummary()  # now, because the run may end before its first step
+            self.summary = RunSummary()  # now, because the run may end before its first step
         ours = [
             callback for callback in callbacks_of(trainer) if isinstance(callback, LayerTimingsMonitor)
         ]
@@ -63,7 +63,7 @@ class LayerTimingsMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close()
-        self.summary = EagerSummary()
+        self.summary = RunSummary()
         self._run = EagerTimes(trainer, pl_module, self.timings)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -115,7 +115,7 @@ class LayerTimingsMonitor(Callback):
         self._close()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.summary.device:
+        if self.summary.backend:
             rank_zero_info(str(self.summary))
 
     def on_exception(

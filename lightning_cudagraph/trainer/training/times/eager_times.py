@@ -21,7 +21,7 @@ from lightning_cudagraph.device.emulator.emulator_backend import EmulatorBackend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings, never_timed
-from lightning_cudagraph.timing.output.step_times import EagerSummary
+from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
 from lightning_cudagraph.trainer.training.conditions import TRANSFER
 from lightning_cudagraph.trainer.training.times.marked_steps import timed_optimizers, timed_stages
@@ -104,7 +104,7 @@ class EagerTimes:
         self._abandon()  # a batch that a hook has skipped has no end
         self._times.pause()
 
-    def finish(self, exception: BaseException | None = None) -> EagerSummary:
+    def finish(self, exception: BaseException | None = None) -> RunSummary:
         """Read the remaining events, and return the summary; `exception` is what ended the run."""
         return self._times.finish_eager(self._untimed or {}, ended_by(self._trainer, exception))
 

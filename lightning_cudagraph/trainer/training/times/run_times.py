@@ -36,7 +36,7 @@ from lightning_cudagraph.timing.layers.layer_selection import (
 )
 from lightning_cudagraph.timing.output.rank_tables import ranks_lines, ranks_text
 from lightning_cudagraph.timing.output.report import time_lines
-from lightning_cudagraph.timing.output.step_times import EagerSummary, StepTimes
+from lightning_cudagraph.timing.output.step_times import StepTimes
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.readings.rank_times import RankTable, RankTimes, SharedRun
 from lightning_cudagraph.timing.readings.sink import Sink
@@ -264,15 +264,22 @@ class RunTimes:
         self._tensorboard.add_text("cudagraph/report", str(summary), step_number(self._trainer))
         return summary
 
-    def finish_eager(self, untimed: Mapping[str, str], ended: str) -> EagerSummary:
+    def finish_eager(self, untimed: Mapping[str, str], ended: str) -> RunSummary:
         """Read the remaining events, and show the summary of a run without graphs as the report.
 
         `untimed` are parts without times, in words, with the reason. If an exception has ended the run,
         no event is waited for.
         """
         ranks = self._finish(ended)
-        notes = [*untimed_notes(untimed), *self._notes()]
-        summary = EagerSummary.of(self._dashboard.summary(), self._device_name, notes, ranks, ended)
+        window = self._dashboard.summary()
+        summary = RunSummary(
+            backend=self._device_name,
+            refused="the times of an eager run",
+            ended=ended,
+            tensorboard_dir=_tensorboard_dir(self._trainer),
+            notes=(*untimed_notes(untimed), *self._notes()),
+            times=StepTimes.of_window(window, time_lines(window, ranks, label="step")),
+        )
         self._tensorboard.add_text("layer_timings/report", str(summary), step_number(self._trainer))
         return summary
 
