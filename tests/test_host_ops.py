@@ -19,7 +19,7 @@ from lightning_cudagraph.checks.walk.host_generators import generator_state
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import HostInput, HostWork, host_work_of
 from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
-from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES, HostOps
+from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES
 from lightning_cudagraph.device.sentry.op_rewrites import HostMemory, RewritingSentry
 from lightning_cudagraph.device.sentry.sentry import FunctionSentry
 
@@ -58,26 +58,23 @@ class Captured:
 
     def __init__(self, step: Step) -> None:
         self.queue = Queue()
-        self.host = HostOps(self.queue)
         self.work = [HostWork()]
         self.generators = Generators("meta", torch.Generator())
-        sentry = RewritingSentry(self.generators, Memory(), host=self.host, device_type="meta")
+        sentry = RewritingSentry(self.generators, Memory(), host_input=self.queue, device_type="meta")
+        self.host = sentry.host_ops
         seen = generator_state(torch.default_generator)
         assert seen is not None
         before = seen[0]()
-        try:
-            with (
-                host_work_of(self.work),
-                self.host.draws.hidden(),
-                FunctionSentry("meta"),
-                sentry,
-                first_refusal_kept(),
-            ):
-                self.result = step()
-                self.is_refused = seen[0]() != before  # by the audit
-                self.host.end()
-        finally:
-            self.host.draws.put_back()
+        with (
+            host_work_of(self.work),
+            self.host.draws.hidden(),
+            FunctionSentry("meta"),
+            sentry,
+            first_refusal_kept(),
+        ):
+            self.result = step()
+            self.is_refused = seen[0]() != before  # by the audit
+            sentry.end()
         assert seen[0]() == before
         self.host.register(self.generators)
 

@@ -291,15 +291,14 @@ class CapturedStep(Generic[T]):
             graph, outputs, [*made, *self.gradients.absent], len(made), breaks, is_timed
         )
         try:
-            written = self._backend.written(graph)
-            aliased.refuse_changes(written)
+            aliased.refuse_changes(graph.written)
         except BaseException:
             self._backend.release(graph)
             raise
         of_instances = {storage_id(g) for each in self._instances for _, g in each.gradients}
         of_step = {storage_id(gradient) for _, gradient in instance.gradients}
-        self._older |= (of_step & {*map(storage_id, written)}) - of_instances
-        self.written += written
+        self._older |= (of_step & {*map(storage_id, graph.written)}) - of_instances
+        self.written += graph.written
         return instance
 
     def _examined(self, record: Record[T]) -> list[Tensor]:
@@ -316,7 +315,7 @@ class CapturedStep(Generic[T]):
                 lambda: self._compiled.left_out(lambda: record(aliased.batch, cut, False))
             )
         try:
-            written = [*self._backend.written(graph)]  # a copy: the release clears the list
+            written = [*graph.written]  # a copy: the release clears the list
             aliased.refuse_changes(written)
         finally:
             self._backend.release(graph)

@@ -1,16 +1,20 @@
-"""The protocol of a device on which steps are captured."""
+"""The base classes of devices on which steps are captured, and of their graphs."""
 
 from __future__ import annotations
 
-import contextlib
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from lightning_cudagraph.device.generators import Generators
-from lightning_cudagraph.device.sentry.host_checks import LateChecks
+from lightning_cudagraph.device.host_work import HostWork
+from lightning_cudagraph.device.sentry.host_checks import HostChecks, LateChecks
+from lightning_cudagraph.device.sentry.sentry import Sentry
 from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
+from lightning_cudagraph.tensors.writes import Writes, storages_held
 
 T = TypeVar("T")
 
@@ -31,15 +35,42 @@ class Event(Protocol):
         """Milliseconds from this point to `end`."""
 
 
-class Graph(Protocol):
-    """A captured step, in one or more parts with graph breaks between them."""
+class Graph:
+    """A captured step, in one or more parts with graph breaks between them.
+
+    Args:
+        pool: the memory pool that it is captured into.
+
+    Attributes:
+        work: the host work of each part.
+        written: the tensors that it writes into and that are older than its capture.
+        memory_bytes: the device memory that it takes.
+    """
+
+    def __init__(self, pool: Any = None) -> None:
+        self.pool = pool
+        self.work: list[HostWork] = []
+        self.written: list[torch.Tensor] = []
+        self.memory_bytes = 0
 
     def replay(self, between: Between | None = None) -> None:
         """Run it on the current stream; at each graph break, call `between` with its index."""
+        raise NotImplementedError
+
+    def host_value_moved(self) -> bool:
+        """True if a number in host memory that it has baked in has changed."""
+        return False
+
+    def reset(self) -> None:
+        """Drop what it holds."""
+        self.work.clear()
+        self.written.clear()
 
 
-class Backend(Protocol):
+class Backend:
     """A device on which steps are warmed up, captured and replayed.
+
+    Methods that do not raise `NotImplementedError` answer for a CPU, which has done its work at once.
 
     Attributes:
         graphs_per_step: instances of a timed step, replayed in turn, so that the events of one are read
@@ -55,28 +86,33 @@ class Backend(Protocol):
         checks: the checks of replayed steps on the host.
     """
 
-    checks: LateChecks
-    in_graph_break: bool
-    streams: int
-    barriers: dict[str, int]
-    records_flow: bool
-    flow: RecordedFlow | None
     generators: Generators
-    device: torch.device
     description: str
     graphs_per_step: int
     event_host_us: float
     overlaps: bool
 
-    def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
+    def __init__(self, device: torch.device, streams: int) -> None:
+        self.device = device
+        self.streams = streams
+        self.barriers: dict[str, int] = {}
+        self.records_flow = False
+        self.flow: RecordedFlow | None = None
+        self.in_graph_break = False
+        self.checks = LateChecks()
+        self._live: list[Graph] = []
+
+    def on_side_stream(self) -> AbstractContextManager[None]:
         """Run the `with` block on the side stream of warm-up and capture, in order with other work.
 
         Backward passes run in the calling thread, here and in a capture: so the modes that watch a step
         see the Python code in them, and matrix products use the cuBLAS handle of this thread.
         """
+        raise NotImplementedError
 
     def is_on_side_stream(self) -> bool:
         """True if the current stream is the side stream: graphs are replayed in order there."""
+        return True
 
     def join_other_threads(self) -> None:
         """Order the work so far on the side stream and on the default stream, that of other threads.
@@ -99,27 +135,32 @@ class Backend(Protocol):
             Exception: any other exception of `body`. In both cases the capture has been ended, and
                 memory and random state are as before.
         """
+        raise NotImplementedError
 
-    def in_pool(self, pool_of: Graph | None = None) -> contextlib.AbstractContextManager[None]:
+    def in_pool(self, pool_of: Graph | None = None) -> AbstractContextManager[None]:
         """Capture into a pool of its own, or into that of another graph, in the `with` block."""
+        return nullcontext()
 
     def stay(self, graph: Graph) -> bool:
         """Capture from now on into a graph's pool; False if there are graphs in the present pool."""
+        return True
 
     def cut(self) -> None:
         """End a part of the capture at a graph break, and begin the next: the host runs between them."""
+        raise NotImplementedError
 
-    def checked(self) -> contextlib.AbstractContextManager[None]:
+    def checked(self) -> AbstractContextManager[None]:
         """Run the `with` block eagerly, and refuse what a capture would refuse."""
-
-    def written(self, graph: Graph) -> list[torch.Tensor]:
-        """The tensors that a graph writes into and that are older than its capture."""
+        raise NotImplementedError
 
     def release(self, graph: Graph) -> None:
         """Release a graph and its memory."""
+        self._live = [live for live in self._live if live is not graph]
+        graph.reset()
 
     def event(self) -> Event:
         """A new timing event."""
+        raise NotImplementedError
 
     def mark(self, event: Any, forked: bool = True) -> None:
         """Record `event` after the work issued so far on the current stream.
@@ -129,6 +170,7 @@ class Backend(Protocol):
         Args:
             forked: True to record it, in a capture, on a branch that later work does not wait for.
         """
+        raise NotImplementedError
 
     def mark_end(self, event: Any, work: Any) -> bool:
         """Record `event` at the end of an asynchronous collective; no other work waits for it.
@@ -142,33 +184,51 @@ class Backend(Protocol):
         Returns:
             True if later work runs concurrently with the collective.
         """
+        raise NotImplementedError
 
     def event_times(self, events: Sequence[Any]) -> Callable[[], list[float]]:
         """Build a reader of the times of marked events, in milliseconds after the first."""
+        raise NotImplementedError
 
     def position(self) -> object | None:
         """The position in the capture: equal as long as nothing is issued; None if it is unknown."""
+        raise NotImplementedError
 
     def synchronize(self) -> None:
         """Block the host until the device has nothing left to do."""
 
     def rng_state(self) -> torch.Tensor:
         """The states of all generators, in host memory."""
+        raise NotImplementedError
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore the states that `rng_state` returned."""
+        raise NotImplementedError
 
     def free_bytes(self) -> int:
         """Free device memory, in bytes."""
+        return sys.maxsize
 
     def graph_bytes(self) -> int:
         """Device memory of the live graphs, in bytes."""
+        return sum(graph.memory_bytes for graph in self._live)
 
     def workspace_bytes(self) -> int:
         """Device memory of the cuBLAS workspaces of the capture streams, in bytes."""
+        return 0
 
     def host_value_moved(self) -> bool:
         """True if a number in host memory that a graph has baked in has changed."""
+        return any(graph.host_value_moved() for graph in self._live)
 
     def largest_graph_bytes(self) -> int:
         """Device memory of the largest live graph, in bytes: about as much as an eager step needs."""
+        return max((graph.memory_bytes for graph in self._live), default=0)
+
+    def _prepare(self, sentry: Sentry, is_compiled: bool) -> None:
+        """Make a sentry that of a capture, which finds out what replays write and check."""
+        sentry.writes = Writes(storages_held() if is_compiled else None)
+        sentry.host_checks = HostChecks(self.checks)
+        self.flow = sentry.flow = (
+            RecordedFlow(self.device.type, self.position) if self.records_flow else None
+        )

@@ -151,9 +151,15 @@ class HostDraws:
         self._drawn: dict[int, _Drawn] = {}
         self.are_shown = self.are_moved = False
 
-    def hidden(self) -> AbstractContextManager[None]:
-        """Hide the draws of this thread from `state_seen` in the `with` block."""
-        return setting(_hidden_draws, value=self)
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Hide the draws of this thread from `state_seen` in the `with` block, and undo them then."""
+        try:
+            with setting(_hidden_draws, value=self):
+                yield
+        finally:
+            for drawn in self._drawn.values():
+                drawn.generator.set_state(drawn.before)
 
     @contextmanager
     def noted(self, generator: torch.Generator) -> Iterator[None]:
@@ -179,11 +185,6 @@ class HostDraws:
     @property
     def generators(self) -> list[torch.Generator]:
         return [drawn.generator for drawn in self._drawn.values()]
-
-    def put_back(self) -> None:
-        """Put the generators back to where they were before the capture."""
-        for drawn in self._drawn.values():
-            drawn.generator.set_state(drawn.before)
 
 
 def state_seen(generator: torch.Generator) -> Tensor:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
 from lightning_cudagraph.device.sentry.tables import is_on_tables
 from lightning_cudagraph.tensors.local import is_around_another
 from lightning_cudagraph.tensors.writes import storage_id, tensors_in, written_by
-
-
-class _Device(Protocol):
-    def rng_state(self) -> Tensor: ...
-
-    def set_rng_state(self, state: Tensor) -> None: ...
 
 
 class SavedMemory:
@@ -126,14 +121,14 @@ def _with_memory(*values: Any) -> list[Tensor]:
 
 
 @contextmanager
-def undone(device: _Device, known: Iterable[Tensor]) -> Iterator[None]:
+def undone(backend: Backend, known: Iterable[Tensor]) -> Iterator[None]:
     """Run the `with` block for real, and put memory back, `known` tensors too, and random state."""
     memory = SavedMemory()
     memory.before(known)
-    rng_state = device.rng_state()
+    rng_state = backend.rng_state()
     try:
         with _Saving(memory):
             yield
     finally:
         memory.put_back()
-        device.set_rng_state(rng_state)
+        backend.set_rng_state(rng_state)

@@ -1,4 +1,4 @@
-"""The implementation of the device protocol for CUDA."""
+"""The backend of CUDA."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import monotonic
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import set_multithreading_enabled
@@ -18,24 +17,19 @@ from lightning_cudagraph.compat.features import CUDA
 from lightning_cudagraph.compat.garbage import garbage_kept
 from lightning_cudagraph.compat.names.torch_names import _disable_current_modes
 from lightning_cudagraph.compat.tables import require
-from lightning_cudagraph.device.backend import Graph
+from lightning_cudagraph.device.backend import Backend, Graph
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames, meaning_of
 from lightning_cudagraph.device.cuda.graph_parts import CudaParts
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import HostInput, host_work_of
-from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
 from lightning_cudagraph.device.sentry.collective_hooks import group_and_work
-from lightning_cudagraph.device.sentry.host_checks import HostChecks, LateChecks
-from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES, HostOps
+from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES
 from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, RewritingSentry
-from lightning_cudagraph.device.sentry.sentry import FunctionSentry
 from lightning_cudagraph.device.streams.branches import Branches, SentBackError
 from lightning_cudagraph.device.streams.driver import event_times, position_of
-from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
 from lightning_cudagraph.device.streams.resizes import resizes_told
 from lightning_cudagraph.device.streams.side_streams import EventStream, SideStream, keep_all_workspaces
 from lightning_cudagraph.errors import CaptureError
-from lightning_cudagraph.tensors.writes import Writes, storages_held
 
 T = TypeVar("T")
 
@@ -45,18 +39,7 @@ _RECENT_S = 20.0
 _handle_of_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-@dataclass
-class _Live:
-    """A live graph: its pool, its device memory, and the memory outside that it reads and writes."""
-
-    graph: Graph
-    pool: Any
-    taken_bytes: int
-    host_memory: HostMemory
-    written: list[torch.Tensor]
-
-
-class CudaBackend:
+class CudaBackend(Backend):
     """CUDA graphs through `torch.cuda.CUDAGraph`.
 
     Warm-up and capture share one side stream, so that the capture uses the autograd accumulation nodes,
@@ -72,13 +55,7 @@ class CudaBackend:
 
     def __init__(self, device: torch.device, streams: int = 1) -> None:
         require(CUDA)
-        self.device = device
-        self.streams = streams
-        self.barriers: dict[str, int] = {}
-        self.records_flow = False
-        self.flow: RecordedFlow | None = None
-        self.in_graph_break = False
-        self.checks = LateChecks()
+        super().__init__(device, streams)
         self._collected_s = float("-inf")
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._side = SideStream(device)
@@ -92,7 +69,6 @@ class CudaBackend:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self.generators = Generators("cuda", torch.cuda.default_generators[self._index])
         self._host_input: HostInput | None = None  # of graphs for which the host draws
-        self._live: list[_Live] = []
         # The timing streams that take part in the capture.
         self._forked: set[torch.cuda.Stream] = set()
         self._recording: CudaParts | None = None
@@ -125,7 +101,7 @@ class CudaBackend:
         sides = self._sides()
         keep_all_workspaces(sides)
         # Not of the memory pool: ops before its first use would write there.
-        host = HostOps(self._host_input or HostInput(self.device, INPUT_BYTES))
+        host_input = self._host_input or HostInput(self.device, INPUT_BYTES)
         # Replays do not wait for what these lines have run on other streams, in memory that they use.
         torch.cuda.synchronize(self.device)
         if not self._is_in_use(self._pool):
@@ -134,13 +110,11 @@ class CudaBackend:
         rng_state = self.rng_state()
         reserved_bytes = torch.cuda.memory_reserved(self.device)
         memory = HostMemory()
-        graph = CudaParts(self.generators, self._pool)
+        graph = CudaParts(self.generators, self._pool, memory)
         streams = [side.stream for side in sides]
         branches = Branches(streams, graph.record, group_and_work) if len(sides) > 1 else None
-        sentry = RewritingSentry(self.generators, memory, branches, host)
-        sentry.writes = Writes(storages_held() if is_compiled else None)
-        sentry.host_checks = HostChecks(self.checks)
-        self.flow = sentry.flow = RecordedFlow("cuda", self.position) if self.records_flow else None
+        sentry = RewritingSentry(self.generators, memory, branches, host_input)
+        self._prepare(sentry, is_compiled)
 
         def resized(storage: torch.UntypedStorage, size_bytes: int) -> None:
             if branches is not None:
@@ -162,16 +136,11 @@ class CudaBackend:
                     self._begin_part(graph)
                     with (
                         host_work_of(graph.work),
-                        host.draws.hidden(),
-                        FunctionSentry(self.device.type),
-                        Constants(memory),
+                        sentry.host_ops.draws.hidden(),
                         resizes_told(resized),
-                        sentry,
-                        first_refusal_kept(),
+                        sentry.watching(Constants(memory)),
                     ):
                         result = body()
-                        sentry.host_checks.end()
-                        host.end()
                 except BaseException as error:
                     failure = error
                 broken = self._end_capture(graph)
@@ -180,12 +149,12 @@ class CudaBackend:
         finally:
             self._recording = self._branches = None
             self._forked.clear()
-            host.draws.put_back()
         if failure is None and broken is None:
-            self._host_input = host.register(self.generators) or self._host_input
+            self._host_input = sentry.host_ops.register(self.generators) or self._host_input
             self.barriers = {} if branches is None else branches.barriers
-            taken_bytes = torch.cuda.memory_reserved(self.device) - reserved_bytes
-            self._live.append(_Live(graph, self._pool, taken_bytes, memory, sentry.writes.older))
+            graph.memory_bytes = torch.cuda.memory_reserved(self.device) - reserved_bytes
+            graph.written = sentry.writes.older
+            self._live.append(graph)
             return graph, result
         if broken is not None:
             self._repair(rng_state)
@@ -215,20 +184,9 @@ class CudaBackend:
     @contextmanager
     def checked(self) -> Iterator[None]:
         memory = HostMemory()
-        host = HostOps(None)
-        sentry = RewritingSentry(self.generators, memory, host=host)
-        try:
-            with (
-                host.draws.hidden(),
-                FunctionSentry(self.device.type),
-                Constants(memory),
-                sentry,
-                first_refusal_kept(),
-            ):
-                yield
-                host.end()
-        finally:
-            host.draws.put_back()
+        sentry = RewritingSentry(self.generators, memory)
+        with sentry.host_ops.draws.hidden(), sentry.watching(Constants(memory)):
+            yield
 
     def cut(self) -> None:
         assert self._recording is not None
@@ -253,17 +211,14 @@ class CudaBackend:
 
     @contextmanager
     def in_pool(self, pool_of: Graph | None = None) -> Iterator[None]:
-        pool = torch.cuda.graph_pool_handle() if pool_of is None else self._pool_of(pool_of)
+        pool = torch.cuda.graph_pool_handle() if pool_of is None else pool_of.pool
         with setting(self, _pool=pool):
             yield
-
-    def _pool_of(self, graph: Graph) -> Any:
-        return next(live.pool for live in self._live if live.graph is graph)
 
     def stay(self, graph: Graph) -> bool:
         if self._is_in_use(self._pool):
             return False
-        self._pool = self._pool_of(graph)
+        self._pool = graph.pool
         return True
 
     def _is_in_use(self, pool: Any) -> bool:
@@ -307,16 +262,12 @@ class CudaBackend:
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
             torch._C._cuda_releasePool(self._index, self._pool)
 
-    def written(self, graph: Graph) -> list[torch.Tensor]:
-        return next(live.written for live in self._live if live.graph is graph)
-
     def release(self, graph: Graph) -> None:
         # Its last replay may be running. CUDA frees the graph only after it, but its pool, and the host
         # memory that it copies from, could be reused at once.
         with contextlib.suppress(RuntimeError):  # raised by a failed device, which runs nothing any more
             torch.cuda.synchronize(self.device)
-        self._live = [live for live in self._live if live.graph is not graph]
-        cast(CudaParts, graph).reset()
+        super().release(graph)
 
     def event(self) -> torch.cuda.Event:
         # External events become event-record nodes, whose times the host can read after a replay.
@@ -386,15 +337,6 @@ class CudaBackend:
         # Cached memory of the graphs' pool cannot be used for anything else.
         return torch.cuda.mem_get_info(self.device)[0] + max(0, cached_bytes - self.graph_bytes())
 
-    def graph_bytes(self) -> int:
-        return sum(live.taken_bytes for live in self._live)
-
     def workspace_bytes(self) -> int:
         snapshot = torch.cuda.memory_snapshot()
         return sum(side.workspace_bytes(snapshot) for side in self._sides())
-
-    def host_value_moved(self) -> bool:
-        return any(live.host_memory.moved() for live in self._live)
-
-    def largest_graph_bytes(self) -> int:
-        return max((live.taken_bytes for live in self._live), default=0)

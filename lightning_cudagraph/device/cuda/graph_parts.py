@@ -7,23 +7,27 @@ from typing import Any
 
 import torch
 
-from lightning_cudagraph.device.backend import Between
+from lightning_cudagraph.device.backend import Between, Graph
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import HostWork
+from lightning_cudagraph.device.sentry.op_rewrites import HostMemory
 
 
-class CudaParts:
+class CudaParts(Graph):
     """A CUDA graph for each part of a capture.
 
     The graphs share a memory pool and are replayed in order: each finds in memory what the one before
     has left, autograd's saved tensors too.
+
+    Args:
+        host_memory: what each replay reads there.
     """
 
-    def __init__(self, generators: Generators, pool: Any) -> None:
+    def __init__(self, generators: Generators, pool: Any, host_memory: HostMemory) -> None:
+        super().__init__(pool)
         self._generators = generators
-        self._pool = pool
+        self._host_memory: HostMemory | None = host_memory
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self.work: list[HostWork] = []
         # A node does not keep its event alive. At the end of a capture CUDA reads all its events, also
         # those that a failed step has released (a segmentation fault).
         self._events: list[torch.cuda.Event] = []
@@ -34,7 +38,7 @@ class CudaParts:
             graph.register_generator_state(generator)
         self._graphs.append(graph)
         self.work.append(HostWork())
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
     def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         """Record an event on `stream` in the part that is being captured, and keep it alive."""
@@ -54,7 +58,11 @@ class CudaParts:
             with work.around_launch():
                 graph.replay()
 
+    def host_value_moved(self) -> bool:
+        return self._host_memory is not None and self._host_memory.moved()
+
     def reset(self) -> None:
         for graph in self._graphs:
             graph.reset()
-        self.work.clear()
+        self._host_memory = None
+        super().reset()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_cudagraph.compat.attributes import OfThread
-from lightning_cudagraph.device.backend import Between
+from lightning_cudagraph.device.backend import Between, Graph
 from lightning_cudagraph.device.host_work import HostWork
 from lightning_cudagraph.device.streams.dataflow import Placed
 from lightning_cudagraph.device.streams.resizes import plain_resize
@@ -89,16 +89,16 @@ class Resize:
 _Tape = Tape[TapedOp | Resize | HostEvent | None]
 
 
-class EmulatedGraph:
+class EmulatedGraph(Graph):
     """A recorded graph on the CPU, with the method names of `torch.cuda.CUDAGraph`."""
 
     def __init__(self, streams: int = 1) -> None:
+        super().__init__()
         self._streams = streams
-        self._parts: list[_Tape] = [Tape(streams)]
-        self.work = [HostWork()]
+        self._parts: list[_Tape] = []
+        self.cut()
         self._ops = 0
         self._replays = 0
-        self.written: list[Tensor] = []
         # The sizes at the first resize of each storage: a replay begins with these.
         self._sizes: dict[int, Resize] = {}
 
@@ -128,7 +128,7 @@ class EmulatedGraph:
         self.tape.add(Resize(storage, size_bytes), None)
 
     def cut(self) -> None:
-        """End this part at a graph break, and begin the next."""
+        """Begin a part: the first, or the one behind a graph break."""
         self._parts.append(Tape(self._streams))
         self.work.append(HostWork())
 
@@ -155,16 +155,15 @@ class EmulatedGraph:
                         op.run()
 
     def reset(self) -> None:
-        self._parts = [Tape(self._streams)]
-        self.work = [HostWork()]
-        self.written.clear()
+        self._parts.clear()
         self._sizes.clear()
+        super().reset()
 
     def barriers(self) -> dict[str, int]:
         """The ops that made all streams wait, with their counts."""
         return dict(sum((tape.barriers for tape in self._parts), Counter[str]()))
 
-    def memory_bytes(self) -> int:
+    def made_bytes(self) -> int:
         """Bytes of the tensors made inside the capture."""
         storages = {
             storage_id(t): t.untyped_storage().nbytes()

@@ -1,30 +1,25 @@
-"""The implementation of the device protocol for the CPU emulator."""
+"""The backend of the CPU emulator."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import set_multithreading_enabled
 
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.device.backend import Graph
+from lightning_cudagraph.device.backend import Backend, Graph
 from lightning_cudagraph.device.emulator.emulated_graph import EmulatedGraph, HostEvent
 from lightning_cudagraph.device.emulator.op_recorder import OpRecorder, Undo
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import host_work_of
-from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
-from lightning_cudagraph.device.sentry.host_checks import HostChecks, LateChecks
 from lightning_cudagraph.device.sentry.inductor import refused_on_cpu
 from lightning_cudagraph.device.sentry.own_modes import OwnFunctionMode
-from lightning_cudagraph.device.sentry.sentry import FunctionSentry, Sentry
-from lightning_cudagraph.device.streams.recorded_flow import RecordedFlow
+from lightning_cudagraph.device.sentry.sentry import Sentry
 from lightning_cudagraph.device.streams.resizes import resizes_told
-from lightning_cudagraph.tensors.writes import Writes, storages_held
 
 T = TypeVar("T")
 
@@ -66,7 +61,7 @@ def _of_one_hot(tensor: Tensor, num_classes: int = -1) -> tuple[Tensor, int]:
     return tensor, num_classes
 
 
-class EmulatorBackend:
+class EmulatorBackend(Backend):
     """A CPU that emulates a GPU; see the docstring of this folder."""
 
     description = "emulated on the CPU, without a graph's speed"
@@ -75,27 +70,14 @@ class EmulatorBackend:
     overlaps = False
 
     def __init__(self, streams: int = 1) -> None:
-        self.device = torch.device("cpu")
-        self.streams = streams
-        self.barriers: dict[str, int] = {}
-        self.records_flow = False
-        self.flow: RecordedFlow | None = None
-        self.in_graph_break = False
-        self.checks = LateChecks()
+        super().__init__(torch.device("cpu"), streams)
         self.generators = Generators("cpu", torch.default_generator)
         self._recording: EmulatedGraph | None = None
-        self._live: list[EmulatedGraph] = []
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
         with set_multithreading_enabled(False):
             yield
-
-    def is_on_side_stream(self) -> bool:
-        return True
-
-    def join_other_threads(self) -> None:
-        """Do nothing: work is done at once."""
 
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         graph = EmulatedGraph(self.streams)
@@ -104,24 +86,16 @@ class EmulatorBackend:
         graph.capture_begin()
         try:
             recorder = OpRecorder(graph, undo, self.generators)
-            recorder.writes = Writes(storages_held() if is_compiled else None)
-            recorder.host_checks = HostChecks(self.checks)
-            self.flow = recorder.flow = (
-                RecordedFlow("cpu", graph.position) if self.records_flow else None
-            )
+            self._prepare(recorder, is_compiled)
             with (
                 set_multithreading_enabled(False),
                 _reported_by_torch(),
                 refused_on_cpu(),
                 resizes_told(recorder.resized),
                 host_work_of(graph.work),
-                FunctionSentry("cpu"),
-                _OneHotAsOnCuda(),
-                recorder,
-                first_refusal_kept(),
+                recorder.watching(_OneHotAsOnCuda()),
             ):
                 result = body()
-                recorder.host_checks.end()
             graph.written = recorder.writes.older
             self.barriers = graph.barriers()
         except BaseException:
@@ -131,32 +105,16 @@ class EmulatorBackend:
             self._recording = None
             graph.capture_end()
             undo.roll_back()
+        graph.memory_bytes = graph.made_bytes()
         self._live.append(graph)
         return graph, result
-
-    @contextmanager
-    def in_pool(self, pool_of: Graph | None = None) -> Iterator[None]:
-        yield  # emulated graphs share no memory
-
-    def stay(self, graph: Graph) -> bool:
-        return True
 
     def cut(self) -> None:
         assert self._recording is not None
         self._recording.cut()
 
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        sentry = Sentry("cpu", self.generators)
-        with FunctionSentry("cpu"), _OneHotAsOnCuda(), sentry, first_refusal_kept():
-            yield
-
-    def written(self, graph: Graph) -> list[Tensor]:
-        return cast(EmulatedGraph, graph).written
-
-    def release(self, graph: Graph) -> None:
-        self._live = [live for live in self._live if live is not graph]
-        cast(EmulatedGraph, graph).reset()
+    def checked(self) -> AbstractContextManager[None]:
+        return Sentry("cpu", self.generators).watching(_OneHotAsOnCuda())
 
     def event(self) -> HostEvent:
         return HostEvent()
@@ -177,26 +135,8 @@ class EmulatorBackend:
     def position(self) -> object | None:
         return None if self._recording is None else self._recording.position()
 
-    def synchronize(self) -> None:
-        """Return at once: nothing is asynchronous."""
-
     def rng_state(self) -> Tensor:
         return self.generators.state(torch.get_rng_state())
 
     def set_rng_state(self, state: Tensor) -> None:
         torch.set_rng_state(self.generators.set_extra_states(state))
-
-    def free_bytes(self) -> int:
-        return sys.maxsize  # host memory is not limited here
-
-    def graph_bytes(self) -> int:
-        return sum(graph.memory_bytes() for graph in self._live)
-
-    def workspace_bytes(self) -> int:
-        return 0
-
-    def host_value_moved(self) -> bool:
-        return False  # host tensors are device tensors here: every replay reads them
-
-    def largest_graph_bytes(self) -> int:
-        return max((graph.memory_bytes() for graph in self._live), default=0)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.generators import Generators
+from lightning_cudagraph.device.host_work import HostInput
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import forbid
 from lightning_cudagraph.device.sentry.host_ops import HostOps, aligned
@@ -124,20 +125,24 @@ class Constants(OwnFunctionMode):
 
 
 class RewritingSentry(Sentry):
-    """A sentry that rewrites copies from the host where it can make them safe."""
+    """A sentry that rewrites copies from the host where it can make them safe.
+
+    Args:
+        host_input: what replays send to the device; None if the step runs for real, and is no capture.
+    """
 
     def __init__(
         self,
         generators: Generators,
         memory: HostMemory,
         branches: Branches | None = None,
-        host: HostOps | None = None,
+        host_input: HostInput | None = None,
         device_type: str = "cuda",
     ) -> None:
         super().__init__(device_type, generators)
         self._memory = memory
         self._branches = branches
-        self._host = host or HostOps(None)
+        self.host_ops = HostOps(host_input)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -153,13 +158,17 @@ class RewritingSentry(Sentry):
             self._look_at(func, args, on_host, is_host)
         run = partial(super().__torch_dispatch__, func, types, args, kwargs)
         if is_host and torch.device(kwargs.get("device") or "cpu").type == "cpu":
-            return self._host.run(func, args, kwargs, run)
+            return self.host_ops.run(func, args, kwargs, run)
         if on_host and not is_host:
-            self._host.take(tensors_in(args, kwargs))
+            self.host_ops.take(tensors_in(args, kwargs))
         return run()
 
+    def end(self) -> None:
+        super().end()
+        self.host_ops.end()
+
     def take(self, tensors: list[Tensor]) -> None:
-        self._host.take(tensors)
+        self.host_ops.take(tensors)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._branches is None:
@@ -180,12 +189,12 @@ class RewritingSentry(Sentry):
             source, dtype, shape = args[1], args[0].dtype, args[0].shape
         else:
             return args, kwargs
-        if self._host.is_drawn(source):
-            own = self._host.staged(source, dtype, shape)
+        if self.host_ops.is_drawn(source):
+            own = self.host_ops.staged(source, dtype, shape)
         elif source.is_pinned():
             self._memory.keep(source)
             return args, kwargs
-        elif self._host.is_made_inside(source):
+        elif self.host_ops.is_made_inside(source):
             own = self._memory.pinned(source.detach().to(dtype).expand(shape))
             self.known.same(own, source)
         else:
@@ -199,7 +208,7 @@ class RewritingSentry(Sentry):
     ) -> None:
         """Refuse writes into host tensors older than the step, and guard those read as scalars."""
         for tensor in on_host:
-            if self._host.is_made_inside(tensor) or tensor.is_pinned():
+            if self.host_ops.is_made_inside(tensor) or tensor.is_pinned():
                 continue
             is_write = func._schema.is_mutable and any(tensor is arg for arg in args[:1])
             if all_on_host and is_write and not is_table(tensor):

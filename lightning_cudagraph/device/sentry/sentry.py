@@ -8,6 +8,8 @@ it runs, and a forbidden one raises in Python: a Python exception ends a capture
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,12 @@ from lightning_cudagraph.compat.names.torch_names import tree_iter
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.finite_checks import FiniteChecks
-from lightning_cudagraph.device.refusals.first_refusal import forbid, one_finding, refuse
+from lightning_cudagraph.device.refusals.first_refusal import (
+    first_refusal_kept,
+    forbid,
+    one_finding,
+    refuse,
+)
 from lightning_cudagraph.device.refusals.forbidden_ops import (
     ADDRESSES,
     EMULATOR_ONLY,
@@ -158,6 +165,17 @@ class Sentry(OwnDispatchMode):
     def __exit__(self, *error: object) -> None:
         _active.remove(self)
         super().__exit__(*error)
+
+    @contextmanager
+    def watching(self, mode: OwnFunctionMode) -> Iterator[None]:
+        """Run a step in the `with` block under this mode, a `FunctionSentry`, and one of the device."""
+        with FunctionSentry(self._device_type), mode, self, first_refusal_kept():
+            yield
+            self.end()
+
+    def end(self) -> None:
+        """Examine what is known at the end of the step."""
+        self.host_checks.end()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -157,7 +157,7 @@ class ModuleGraph:
             self._graphs.append(graph)  # to be released, if what follows raises
             run.counts.capture_ms += (perf_counter() - started_s) * 1e3
             run.counts.memory_bytes = run.backend.graph_bytes()
-        self.written += run.backend.written(graph)
+        self.written += graph.written
         return found, any(names.users_code for names in guards.mentioned[before:])
 
     def _audited(self, body: Callable[[], T]) -> T:
