@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ from torch import Tensor
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.sentry.autocast import reaching
-from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
+from lightning_cudagraph.device.sentry.own_modes import InputsMode
 from lightning_cudagraph.device.sentry.tables import is_on_tables
-from lightning_cudagraph.tensors.local import is_around_another
-from lightning_cudagraph.tensors.writes import storage_id, tensors_in, written_by
+from lightning_cudagraph.tensors.writes import storage_id, written_by
 
 
 class SavedMemory:
@@ -55,24 +54,19 @@ class SavedMemory:
                 whole.copy_(saved)
 
 
-class _Saving(OwnDispatchMode):
+class _Saving(InputsMode):
     """Mode that copies what each op reads or writes, before it runs."""
 
     def __init__(self, memory: SavedMemory) -> None:
         super().__init__()
         self._memory = memory
+        self.made = memory.made_inside
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self._memory.before(_with_memory(args, kwargs))
-        result = func(*args, **kwargs)
-        self._memory.after(_with_memory(result))
-        return result
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
+        self._memory.before(filter(_is_plain, inputs))
 
 
-class UnknownWrites(OwnDispatchMode):
+class UnknownWrites(InputsMode):
     """Mode that finds writes into memory that is older than a run and not known, and undoes them.
 
     Args:
@@ -86,38 +80,28 @@ class UnknownWrites(OwnDispatchMode):
         super().__init__()
         self._device_type = device_type
         self._memory = SavedMemory()
-        self._memory.made_inside.update(map(storage_id, known))
+        self.made = self._memory.made_inside
+        self.made.update(map(storage_id, known))
         self.first = ""
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._memory.put_back()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if any(map(is_around_another, types)):
-            return NotImplemented  # comes again, as ops on the inner tensors
-        kwargs = kwargs or {}
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
         if is_on_tables(func, args, kwargs):
-            return func(*args, **kwargs)
-        self._memory.before(_with_memory(written_by(func, args, kwargs)))
+            return
+        self._memory.before(filter(_is_plain, written_by(func, args, kwargs)))
         if self._memory.has_any and not self.first:
             where = user_location()
             self.first = f"`{func}`" + (f" at {where}" if where else "")
-        with reaching(func, self._device_type):
-            result = func(*args, **kwargs)
-        inputs = {storage_id(tensor) for tensor in _with_memory(args, kwargs)}
-        self._memory.after(t for t in _with_memory(result) if storage_id(t) not in inputs)
-        return result
+
+    def around(self, func: Any) -> AbstractContextManager[Any]:
+        return reaching(func, self._device_type)
 
 
-def _with_memory(*values: Any) -> list[Tensor]:
-    return [
-        tensor
-        for tensor in tensors_in(*values)
-        if tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
-    ]
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 @contextmanager

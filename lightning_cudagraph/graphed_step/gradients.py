@@ -184,7 +184,7 @@ class _Watch(InputsMode):
         self.leaves: dict[int, Tensor] = {}
         self.read: set[int] = set()
 
-    def look(self, inputs: list[Tensor]) -> None:
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
         for tensor in inputs:
             self.read.add(storage_id(tensor))
             if tensor.requires_grad and tensor.is_leaf and storage_id(tensor) not in self.made:
@@ -202,7 +202,7 @@ class _Dropped(InputsMode):
         self._storages = storages
         self.are_used = False
 
-    def look(self, inputs: list[Tensor]) -> None:
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
         if not self._storages.isdisjoint(map(storage_id, inputs)):
             self.are_used = True
             raise MixedWarmUpError

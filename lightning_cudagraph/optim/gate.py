@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.device.host_work import work_under_capture
-from lightning_cudagraph.device.sentry.own_modes import OwnDispatchMode
+from lightning_cudagraph.device.sentry.own_modes import InputsMode
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import local
-from lightning_cudagraph.tensors.writes import storage_id, tensors_in, written_by
+from lightning_cudagraph.tensors.writes import storage_id, written_by
 
 
-class Gate(OwnDispatchMode):
+class Gate(InputsMode):
     """Dispatch mode that finds the older memory that a step writes, and keeps copies of it.
 
     Args:
@@ -37,7 +37,6 @@ class Gate(OwnDispatchMode):
         self.overflowed = overflowed
         self.skip = overflowed.ne(0)
         self.is_open = False
-        self._made: set[int] = set()
         # By storage, offset, shape and strides: the tensor, and a copy of it.
         self._saved: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._passes = False
@@ -50,10 +49,7 @@ class Gate(OwnDispatchMode):
         self.is_open = False
         super().__exit__(*error)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise CaptureError(
                 f"The step of the optimizer draws random numbers (`{func.name()}`), which a step that"
@@ -63,14 +59,10 @@ class Gate(OwnDispatchMode):
             )
         if not self._passes and kwargs.get("found_inf") is None:
             self.save(t for t in written_by(func, args, kwargs) if self.holds(t))
-        result = func(*args, **kwargs)
-        given = {storage_id(t) for t in tensors_in(args, kwargs)}
-        self._made |= {storage_id(t) for t in tensors_in(result)} - given
-        return result
 
     def holds(self, tensor: Tensor) -> bool:
         """True for memory that is older than the step, which must not change if it is skipped."""
-        return storage_id(tensor) not in self._made
+        return storage_id(tensor) not in self.made
 
     def save(self, tensors: Iterable[Tensor]) -> None:
         """Keep copies of tensors as they are now, to restore them."""

@@ -23,14 +23,13 @@ from lightning_cudagraph.compat.names.torch_names import (
     TorchDispatchMode,
     TorchInGraphFunctionVariable,
     eval_frame,
-    tree_iter,
 )
 from lightning_cudagraph.device.lines import warned_lines
 from lightning_cudagraph.device.lines.user_lines import TORCH_DIR
 from lightning_cudagraph.device.refusals.first_refusal import refused
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.local import is_around_another
-from lightning_cudagraph.tensors.writes import has_memory, storage_id
+from lightning_cudagraph.tensors.writes import has_memory, storage_id, tensors_in
 
 # The value in classes that override nothing.
 _DOES_NOT: Any = nn.Parameter.__torch_function__
@@ -226,16 +225,16 @@ class InputsMode(OwnDispatchMode):
         if any(map(is_around_another, types)):
             return NotImplemented  # the wrapper subclass dispatches its inner ops again
         kwargs = kwargs or {}
-        inputs = list(filter(has_memory, tree_iter((args, kwargs))))
-        self.look(inputs)
+        inputs = list(filter(has_memory, tensors_in(args, kwargs)))
+        self.look(func, args, kwargs, inputs)
         with self.around(func):
             result = func(*args, **kwargs)  # in this function: a user's line is looked for behind it
         given = set(map(storage_id, inputs))
-        self.made |= set(map(storage_id, filter(has_memory, tree_iter(result)))) - given
+        self.made |= set(map(storage_id, filter(has_memory, tensors_in(result)))) - given
         return result
 
-    def look(self, inputs: list[Tensor]) -> None:
-        """Look at the tensors with memory that an op is about to take."""
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
+        """Look at an op that is about to run, and at the tensors with memory that it takes."""
         raise NotImplementedError
 
     def around(self, func: Any) -> AbstractContextManager[Any]:

@@ -163,5 +163,5 @@ class _Watch(InputsMode):
         super().__init__()
         self._gradients = gradients
 
-    def look(self, inputs: list[Tensor]) -> None:
+    def look(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
         self._gradients.note(inputs, self.made)
