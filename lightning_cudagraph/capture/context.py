@@ -38,17 +38,12 @@ class CaptureSettings:
 
 @dataclass
 class EngineContext(Generic[T]):
-    """The state that the parts of one engine share.
-
-    Attributes:
-        is_settled: returns True once steps create no more state; warm-up goes on until then.
-    """
+    """The state that the parts of one engine share."""
 
     run: RunContext
     guards: Guards
     graphs: GraphsBySignature[T]
     warm_ups: WarmUps
-    is_settled: Callable[[], bool]
     streams: StreamChoice
     compiled: CompiledCode = field(default_factory=CompiledCode)
     copies: GradientCopies = field(default_factory=GradientCopies)

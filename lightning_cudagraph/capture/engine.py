@@ -1,4 +1,7 @@
-"""The engine: takes each batch through warm-up, capture, replay or an eager step."""
+"""The engine: takes each batch through warm-up, capture, replay or an eager step.
+
+For each batch it makes a plan: first that of this process, then one for all processes, by vote.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,34 @@ from typing import Generic
 from lightning_cudagraph.capture.captures import Captures
 from lightning_cudagraph.capture.context import EngineContext, RunContext
 from lightning_cudagraph.capture.decisions.invalidation import Invalidation
-from lightning_cudagraph.capture.decisions.plans import Plans
 from lightning_cudagraph.capture.decisions.stream_choice import StreamChoice
 from lightning_cudagraph.capture.graph import CapturedStep
-from lightning_cudagraph.capture.signatures.by_signature import GraphsBySignature, GraphsOfSignature
+from lightning_cudagraph.capture.signatures.by_signature import (
+    NOT_YET,
+    GraphsBySignature,
+    GraphsOfSignature,
+)
 from lightning_cudagraph.capture.signatures.warm_ups import WarmUps
 from lightning_cudagraph.capture.steps import Phase, Step, T
 from lightning_cudagraph.capture.verification.verified_replay import replay_verified
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.device.sentry.inductor import without_its_graphs
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.processes.agreement import Intent
+from lightning_cudagraph.processes.agreement import Agreement, Intent, of_ranks
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import HostReads
 
 _NOTHING = nullcontext()
+# Batches in a row for which a graph expects other gradients before the step, until it is invalidated.
+_MAX_MISMATCHES = 8
+
+_NO_COPY_FITS = (
+    "user code gives parameters gradients that share memory, or have other strides or alignments than in"
+    " the capture; give each its own: `p.grad = torch.empty_like(p).copy_(g)`"
+)
+
+# The intent, the reason if the step is eager, the signature, and the captured step if there is one.
+Plan = tuple[Intent, str, Signature | None, CapturedStep[T] | None]
 
 
 class StepEngine(Generic[T]):
@@ -55,6 +71,9 @@ class StepEngine(Generic[T]):
         self._carried = run.carried
         self.verifier = run.verifier
         self._agreement = run.agreement
+        self._is_settled = is_settled
+        # The lowest and highest vote on the present batch, if the processes have voted already.
+        self._met: tuple[Intent, Intent] | None = None
         self._patches = ExitStack()
         self._has_begun = False
         self._without_graphs: list[str] = []
@@ -64,13 +83,12 @@ class StepEngine(Generic[T]):
         warm_ups = WarmUps(run.settings.warmup_steps)
         together = run.agreement if run.tries_streams_together else None
         streams = StreamChoice(run.backend, run.settings.streams, together)
-        engine = self._context = EngineContext(run, guards, graphs, warm_ups, is_settled, streams)
+        engine = self._context = EngineContext(run, guards, graphs, warm_ups, streams)
         self.graphs, self._warm_ups, self._copies = graphs, warm_ups, engine.copies
         guards.recurring.attributes = graphs.reads.attributes
         self._streams, self._compiled = streams, engine.compiled
         self.invalidation = invalidation = Invalidation(engine)
         self.admission = invalidation.admission
-        self._plans = Plans(engine, invalidation)
         self._captures = Captures(engine, invalidation)
 
     def replay(self, step: Step[T], graphs: GraphsOfSignature[T] | None = None) -> T | None:
@@ -89,7 +107,7 @@ class StepEngine(Generic[T]):
         if graphs is None or step.accumulation not in graphs.plain or not self._carried.enter():
             return None
         try:
-            captured = self._plans.of_plain_replay(step, graphs)
+            captured = self._plain_replay(step, graphs)
             if captured is None:
                 return None
             self.graphs.use(graphs)
@@ -97,6 +115,29 @@ class StepEngine(Generic[T]):
             return self._replay(step, captured)
         finally:
             self._carried.take_out()
+
+    def _plain_replay(self, step: Step[T], graphs: GraphsOfSignature[T]) -> CapturedStep[T] | None:
+        """Return the captured step to replay; None if more than a replay is due."""
+        self.invalidation.look_for_changes()
+        step.is_compared = True
+        captured = graphs.plain.get(step.accumulation)
+        if captured is None or self._is_due(step, captured):
+            return None
+        if self.admission.is_varied and captured.gradients.stale(is_varied=True):
+            return None
+        if self.invalidation.has_replaced_gradients(captured):
+            return None
+        if self._agreement is not None:
+            met = self._met = self._agreement.vote(Intent.REPLAY)
+            if met[1] is not Intent.REPLAY:
+                return None
+            self._met = None
+        return captured
+
+    def _is_due(self, step: Step[T], captured: CapturedStep[T]) -> bool:
+        """True if the next replay must be verified."""
+        is_due = self.verifier.due(captured, captured.n_replays, captured.is_unproved(step.timed))
+        return is_due or bool(self._guards.suspicions.of(captured))
 
     def step(self, step: Step[T], graphs: GraphsOfSignature[T] | None = None) -> tuple[Phase, T | None]:
         """Run one step in the phase of its batch.
@@ -116,7 +157,7 @@ class StepEngine(Generic[T]):
             self._patches.enter_context(without_its_graphs(self._note))
         try:
             # If the processes have voted on this batch, another replay of it has come to nothing.
-            if self._plans.met is None and (outputs := self.replay(step, graphs)) is not None:
+            if self._met is None and (outputs := self.replay(step, graphs)) is not None:
                 return Phase.CAPTURED, outputs
             if mismatch := self._carried.put_in(self._run.signatures.is_any):
                 step.eager_reason = step.eager_reason or mismatch
@@ -129,9 +170,9 @@ class StepEngine(Generic[T]):
             self._copies.handed = None
 
     def _step(self, step: Step[T]) -> tuple[Phase, T | None]:
-        plan = self._plans.of_this_process(step)
+        plan = self._own_plan(step)
         if self._agreement is not None:
-            plan = self._plans.of_all(plan, self._agreement)
+            plan = self._common_plan(plan, self._agreement)
         intent, reason, signature, captured = plan
         if intent is Intent.EAGER or intent is Intent.GIVE_UP:
             return self._eager(step, reason)
@@ -159,7 +200,7 @@ class StepEngine(Generic[T]):
                 return done
             self.graphs.add(signature, step, captured)
             self.admission.captured(signature)
-            if self._plans.is_due(step, captured):
+            if self._is_due(step, captured):
                 intent = Intent.VERIFY
         graphs = self.graphs.of(signature)
         assert captured is not None
@@ -168,17 +209,101 @@ class StepEngine(Generic[T]):
         step.refresh(captured.next_outputs(step.timed))
         if intent is Intent.VERIFY:
             launch = partial(self._launch, step, captured, None)
-            checked = replay_verified(self._context, self.invalidation, step, captured, launch)
-            if checked.eager_reason:
-                return self._eager(step, checked.eager_reason)
-            if checked.outputs is not None:
-                return Phase.CAPTURED, self._done(captured, checked.outputs)
+            reason, outputs = replay_verified(self._context, self.invalidation, step, captured, launch)
+            if reason:
+                return self._eager(step, reason)
+            if outputs is not None:
+                return Phase.CAPTURED, self._done(captured, outputs)
         outputs = self._replay(step, captured)
         gradients = captured.gradients
         is_plain = not (gradients.absent or gradients.only_reads or self._copies.are_given)
         if is_plain and self._run.around_replays is nullcontext and self.graphs.latest is graphs:
             graphs.plain[step.accumulation] = captured
         return Phase.CAPTURED, outputs
+
+    def _own_plan(self, step: Step[T]) -> Plan[T]:
+        """Make the plan of this process alone."""
+        if self.invalidation.given_up is not None:
+            return Intent.GIVE_UP, self.invalidation.given_up, None, None
+        if self._backend.in_graph_break:
+            return Intent.EAGER, "in the middle of another step that is replayed", None, None
+        if step.eager_reason:
+            return Intent.EAGER, step.eager_reason, None, None
+        if not step.is_compared and self._met is None:  # else by `_plain_replay`
+            self.invalidation.look_for_changes()
+        try:
+            if (signature := step.signature) is None:
+                known = self.graphs.known(step)
+                signature = self.graphs.signature_of(step) if known is None else known.signature
+        except UnsupportedError as error:
+            if self._run.settings.raise_unsupported:
+                raise
+            return Intent.EAGER, self._run.wording.of(error.reason), None, None
+        step.signature = signature
+        if reason := self.admission.refusal(signature, step.accumulation):
+            return Intent.EAGER, reason, None, None
+        captured = self.graphs.get(signature, step.accumulation)
+        if captured is not None and not captured.has(self.graphs.instances(signature, step)):
+            self.graphs.discard(signature)  # other steps are timed than before
+            captured = None
+        if captured is not None and (change := captured.gradients.stale(self.admission.is_varied)):
+            if captured.n_mismatches < _MAX_MISMATCHES and self.admission.is_varied:
+                # Micro-batches of other signatures may use other parameters than this one.
+                captured.n_mismatches += 1
+                return Intent.EAGER, change, None, None
+            self.invalidation.drop(change)
+            captured = None
+        if captured is None and self._copies.has_overlaps(step.parameters()[1]):
+            return Intent.EAGER, _NO_COPY_FITS, None, None
+        if captured is not None and self.invalidation.has_replaced_gradients(captured):
+            if not self.invalidation.follow_gradients(captured):
+                return Intent.EAGER, _NO_COPY_FITS, None, None
+            captured = None
+        if self._copies.are_given:  # not before: it refers to the gradients, too
+            self._copies.begin(step.parameters)
+        if captured is not None:
+            captured.n_mismatches = 0
+        else:
+            left = self._warm_ups.left(signature, step.accumulation)
+            are_settled = left == 0 and self._run.replicas.is_settled() and self._is_settled()
+            if not are_settled or self.graphs.maker(step) is NOT_YET:
+                return Intent.WARM_UP, "", signature, None
+            if self.invalidation.drops_before_capture():
+                return Intent.WARM_UP, "", signature, None
+            return Intent.CAPTURE, "", signature, None
+        if self._is_due(step, captured):
+            return Intent.VERIFY, "", signature, captured
+        return Intent.REPLAY, "", signature, captured
+
+    def _common_plan(self, plan: Plan[T], agreement: Agreement) -> Plan[T]:
+        """Vote on the plan of this process, and return the one that all processes follow."""
+        intent, reason, signature, captured = plan
+        lowest, highest = self._met or agreement.vote(intent)
+        self._met = None
+        if lowest is highest:
+            return plan
+        invalidation = self.invalidation
+        if highest is Intent.GIVE_UP:
+            given_up = agreement.gather(invalidation.given_up)
+            if invalidation.given_up is None:
+                invalidation.give_up(of_ranks(given_up))
+            return Intent.GIVE_UP, invalidation.given_up or "", None, None
+        if highest <= Intent.VERIFY:
+            return Intent.VERIFY, reason, signature, captured
+        if highest >= Intent.CAPTURE and lowest <= Intent.VERIFY:
+            # A graph is of use only if all processes have one.
+            dropped = agreement.gather(None if self.graphs else invalidation.dropped)
+            if any(why is not None for why in dropped):
+                if self.graphs:
+                    invalidation.drop(
+                        of_ranks(dropped) or "another process captures again", of_others=True
+                    )
+                if captured is not None:
+                    return Intent.WARM_UP, "", signature, None
+            # Otherwise a process begins or captures one more signature: this step is eager in all.
+        if intent is Intent.EAGER or intent is Intent.WARM_UP:
+            return plan
+        return Intent.EAGER, "not all processes could take this step as a graph", None, None
 
     def _replay(self, step: Step[T], captured: CapturedStep[T]) -> T:
         """Replay a step, and call the hooks at its graph breaks."""
@@ -231,7 +356,7 @@ class StepEngine(Generic[T]):
     def vote_on_plain_step(self) -> None:
         """Take part in the vote of a warm-up step that this engine does not run: it is not watched."""
         if self._agreement is not None:
-            self._plans.of_all((Intent.WARM_UP, "", None, None), self._agreement)
+            self._common_plan((Intent.WARM_UP, "", None, None), self._agreement)
 
     @property
     def given_up(self) -> bool:

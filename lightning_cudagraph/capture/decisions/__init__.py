@@ -1,1 +1,1 @@
-"""Decisions of the engine: the plan for a batch, which graphs are stale, the number of streams."""
+"""Decisions of the engine: which graphs are stale, the number of streams."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any
 
 from torch import Tensor
 
@@ -18,30 +17,21 @@ from lightning_cudagraph.checks.verify.tape import TapeDifference
 from lightning_cudagraph.errors import StaleGraphError, UnsupportedError, VerificationError
 
 
-@dataclass
-class Verified(Generic[T]):
-    """The outcome of a verified replay.
-
-    Attributes:
-        eager_reason: the reason why the step must run eagerly: nothing of it has happened.
-        outputs: the static outputs. None if the step must run eagerly, or is still to be replayed.
-    """
-
-    eager_reason: str
-    outputs: T | None = None
-
-
 def replay_verified(
     engine: EngineContext[T],
     invalidation: Invalidation[T],
     step: Step[T],
     captured: CapturedStep[T],
     launch: Callable[[bool], T],
-) -> Verified[T]:
+) -> tuple[str, T | None]:
     """Run a step by a replay that is verified against an eager step.
 
     Args:
         launch: replays on the step's batch, without graph breaks; its argument is True to time it.
+
+    Returns:
+        The reason why the step must run eagerly, of which nothing has happened then; empty if it has
+        been replayed, or is still to be. And the static outputs if it has been.
     """
     backend, verifier, is_alone = engine.run.backend, engine.run.verifier, engine.run.agreement is None
     replays = 0
@@ -105,9 +95,9 @@ def replay_verified(
             invalidation.admission.refuse(signature, error)
         elif isinstance(error, StaleGraphError):
             invalidation.drop(error.reason)
-            return Verified(kind_of(error.reason))
+            return kind_of(error.reason), None
         else:
             invalidation.unsupported(error)
-        return Verified(error.reason)
+        return error.reason, None
     engine.guards.clear_suspicion(captured)
-    return Verified("", outputs)
+    return "", outputs
