@@ -21,7 +21,6 @@ from lightning_cudagraph.device.sentry.compiled import CompiledCode
 from lightning_cudagraph.errors import UnsupportedError, Wording
 from lightning_cudagraph.processes.agreement import Agreement
 from lightning_cudagraph.processes.collective_state import CollectiveState
-from lightning_cudagraph.tensors.signatures import Signatures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +80,10 @@ class RunContext:
     is_examined: bool = False
     earns_graphs: bool = False
     tries_streams_together: bool = False
-    graphs: GraphsOfRun = field(default_factory=GraphsOfRun, init=False)
+    graphs: GraphsOfRun = field(init=False)
     verifier: Verifier = field(init=False)
-    signatures: Signatures = field(init=False)
 
     def __post_init__(self) -> None:
         settings = self.settings
         self.verifier = Verifier(self.backend, settings.verify, self.learning_rates, self.agreement)
-        self.signatures = Signatures(settings.max_graphs, settings.warmup_steps, self.wording)
+        self.graphs = GraphsOfRun(settings.max_graphs, settings.warmup_steps, self.wording)

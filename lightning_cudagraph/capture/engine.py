@@ -78,7 +78,7 @@ class StepEngine(Generic[T]):
         self._has_begun = False
         self._without_graphs: list[str] = []
         graphs: GraphsBySignature[T] = GraphsBySignature(
-            run.backend.device, run.signatures, run.graphs, reads, have_one_signature
+            run.backend.device, run.graphs, reads, have_one_signature
         )
         warm_ups = WarmUps(run.settings.warmup_steps)
         together = run.agreement if run.tries_streams_together else None
@@ -159,7 +159,7 @@ class StepEngine(Generic[T]):
             # If the processes have voted on this batch, another replay of it has come to nothing.
             if self._met is None and (outputs := self.replay(step, graphs)) is not None:
                 return Phase.CAPTURED, outputs
-            if mismatch := self._carried.put_in(self._run.signatures.is_any):
+            if mismatch := self._carried.put_in(self._run.graphs.is_any):
                 step.eager_reason = step.eager_reason or mismatch
             return self._step(step)
         except UnsupportedError as error:
@@ -378,7 +378,7 @@ class StepEngine(Generic[T]):
 
     def refuses_alone(self, signature: Signature, error: UnsupportedError) -> bool:
         """Run steps of a signature eagerly, unless the error may be that of all: then return False."""
-        if not (self.graphs.reads.is_any or self._run.signatures.has_others(signature)):
+        if not (self.graphs.reads.is_any or self._run.graphs.has_others(signature)):
             return False
         self.admission.refuse(signature, error)
         return True
@@ -424,7 +424,7 @@ class StepEngine(Generic[T]):
 
     def _warm_up(self, step: Step[T], signature: Signature) -> tuple[Phase, None]:
         if first := self._warm_ups.is_new(signature):
-            if not self.counts.not_captured and (why := self._run.signatures.begin(signature)):
+            if not self.counts.not_captured and (why := self._run.graphs.begin(signature)):
                 self.counts.not_captured = why
                 self._run.announce(f"There is no graph yet: {why}.")
             self.admission.begin_warm_up(signature)

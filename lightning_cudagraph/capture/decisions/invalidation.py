@@ -166,7 +166,7 @@ class Invalidation(Generic[T]):
         """
         run = self._run
         run.wording.rephrase(error)
-        is_later = signature is not None and run.signatures.has_others(signature)
+        is_later = signature is not None and run.graphs.has_others(signature)
         if not is_later and run.narrow(error):
             self.forget()
             return "a smaller part of the step is captured from then on"

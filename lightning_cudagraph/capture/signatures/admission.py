@@ -49,31 +49,31 @@ class Admission(Generic[T]):
 
     def refusal(self, signature: Signature, accumulation: AccumulationPhase) -> str:
         """Return the reason why a batch must run eagerly; empty if its signature has or gets a graph."""
-        signatures = self._run.signatures
+        graphs = self._run.graphs
         if signature in self._graphs:
             return ""
         if self._graphs.have_one_signature and self._graphs:  # another one since this step began
             return self._another(signature)
         candidate = self._came(signature)
         before = [*candidate.came]
-        self._run.graphs.batches += 1
-        candidate.came.append(self._run.graphs.batches)
+        graphs.batches += 1
+        candidate.came.append(graphs.batches)
         if candidate.refused:
             return candidate.refused
         if self._has_earned(signature, accumulation, before):
             return ""
         self._run.counts.eager_by_signature += 1
-        return self._another(signature) if self._run.earns_graphs else signatures.one_too_many(signature)
+        return self._another(signature) if self._run.earns_graphs else graphs.one_too_many(signature)
 
     def _has_earned(
         self, signature: Signature, accumulation: AccumulationPhase, came: list[int]
     ) -> bool:
-        warm_ups, is_full = self._warm_ups, self._run.signatures.is_full
+        warm_ups, graphs = self._warm_ups, self._run.graphs
         has_come = len(came) == _BATCHES_TO_EARN
-        if is_full:
-            oldest = self._run.graphs.least_recent()
+        if graphs.is_full:
+            oldest = graphs.least_recent()
             is_wanted = oldest is not None and has_come and came[0] > oldest.last_use
-            return is_wanted and not self._run.graphs.short_lives.are_too_many
+            return is_wanted and not graphs.short_lives.are_too_many
         if not self._run.earns_graphs:
             return True
         if not self._graphs:
@@ -114,7 +114,7 @@ class Admission(Generic[T]):
     def make_room(self, signature: Signature) -> None:
         """Release the least recently used graphs, if a signature gets one and there is no room."""
         run, graphs = self._run, self._run.graphs
-        if signature in self._graphs or not run.signatures.is_full:
+        if signature in self._graphs or not graphs.is_full:
             return
         if (oldest := graphs.least_recent()) is None:
             return

@@ -13,15 +13,18 @@ from lightning_cudagraph.capture.decisions.short_lives import ShortLives
 from lightning_cudagraph.capture.graph import CapturedStep
 from lightning_cudagraph.capture.steps import MAKES_GRADIENTS, AccumulationPhase, Step, T
 from lightning_cudagraph.device.lines.user_lines import user_location
+from lightning_cudagraph.errors import Wording
 from lightning_cudagraph.tensors.batch_signature import Signature
 from lightning_cudagraph.tensors.host_values import HostReads
-from lightning_cudagraph.tensors.signatures import Signatures
+from lightning_cudagraph.tensors.signatures import NotCaptured
 from lightning_cudagraph.tensors.static import StaticBatch
 
 _NOTHING: Mapping[str, Hashable] = {}
 # After so many released graphs in a row with few replays each, none is released for another signature
 # any more.
 _MAX_SHORT_LIVES = 4
+# Signatures without a capture after which the user is told.
+_MANY = 5
 
 NotYet = Literal["not yet"]
 NOT_YET: NotYet = "not yet"
@@ -51,20 +54,25 @@ class GraphsOfSignature(Generic[T]):
 
 
 class GraphsOfRun:
-    """The graphs of all engines of a run, by signature.
+    """The graphs of all engines of a run, and the signatures that came before it had any.
 
     Attributes:
         batches: number of batches so far, as a clock for uses.
         short_lives: those of graphs that made room for others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_graphs: int, warmup_steps: int, wording: Wording) -> None:
+        self._max_graphs = max_graphs
+        self._warmup_steps = warmup_steps
+        self._wording = wording
         self._holders: dict[GraphsOfSignature[Any], GraphsBySignature[Any]] = {}
+        self._before: dict[Signature, None] = {}
         self.batches = 0
         self.short_lives = ShortLives(_MAX_SHORT_LIVES)
 
     def add(self, graphs: GraphsOfSignature[Any], holder: GraphsBySignature[Any]) -> None:
         self._holders[graphs] = holder
+        self._before.clear()
 
     def remove(self, graphs: GraphsOfSignature[Any]) -> None:
         self._holders.pop(graphs, None)
@@ -74,6 +82,41 @@ class GraphsOfRun:
 
     def discard(self, graphs: GraphsOfSignature[Any]) -> None:
         self._holders[graphs].discard(graphs.signature)
+
+    def has_others(self, signature: Signature) -> bool:
+        return any(graphs.signature != signature for graphs in self._holders)
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self._holders)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._holders) >= self._max_graphs
+
+    def one_too_many(self, signature: Signature) -> str:
+        """Explain why one more signature gets no graph, where there is no room for it."""
+        latest, wording = next(reversed(self._holders)).signature, self._wording
+        more = f"another {wording.signature}"
+        if self._max_graphs > 1:
+            more = f"more than {self._max_graphs} {wording.signatures}, the last"
+        return f"{more}: {wording.of(latest.difference(signature))}"
+
+    def begin(self, signature: Signature) -> NotCaptured:
+        """Note that a signature begins its warm-up; return why nothing is captured, or nothing."""
+        if self._holders or signature in self._before:
+            return NotCaptured()
+        if len(self._before) < _MANY:
+            self._before[signature] = None
+            return NotCaptured()
+        first = next(iter(self._before))
+        difference = self._wording.of(first.difference(signature))
+        return NotCaptured.of(
+            f"{_MANY} different {self._wording.signatures} came before one of them had come more than"
+            f" {self._warmup_steps} times: {difference}",
+            first.remedy(signature),
+            first.line_of_difference(signature),
+        )
 
 
 class GraphsBySignature(Generic[T]):
@@ -88,13 +131,11 @@ class GraphsBySignature(Generic[T]):
     def __init__(
         self,
         device: torch.device,
-        signatures: Signatures,
         of_run: GraphsOfRun,
         reads: HostReads | None = None,
         have_one_signature: bool = False,
     ) -> None:
         self._device = device
-        self._signatures = signatures
         self._of_run = of_run
         self._graphs: dict[Signature, GraphsOfSignature[T]] = {}
         self.all: list[CapturedStep[T]] = []
@@ -124,7 +165,6 @@ class GraphsBySignature(Generic[T]):
             self._graphs[signature] = graphs
             self._of_run.add(graphs, self)
         graphs.by_accumulation[step.accumulation] = captured
-        self._signatures.captured(signature)
         self.all.append(captured)
 
     def is_timed(self, signature: Signature) -> bool:
@@ -165,7 +205,6 @@ class GraphsBySignature(Generic[T]):
         self.all = [each for each in self.all if each not in graphs.by_accumulation.values()]
         if self.latest is graphs:
             self.latest = None
-        self._signatures.dropped([signature])
         for captured in graphs.by_accumulation.values():
             captured.release()
         graphs.by_accumulation.clear()  # a batch in its static batch may still refer to them
