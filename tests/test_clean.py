@@ -135,6 +135,7 @@ class _Seen(Callback):
             trainer.strategy,
             trainer.fit_loop,
             trainer.fit_loop.epoch_loop,
+            trainer.fit_loop.epoch_loop.automatic_optimization,
             trainer._logger_connector,
             *module.modules(),
             optimizer,
@@ -145,7 +146,6 @@ class _Seen(Callback):
         self.before = self.look(trainer, pl_module)
         file_writer = trainer.logger.experiment.file_writer
         self.records = file_writer.event_writer._async_writer._writer
-        self.loop = trainer.fit_loop.epoch_loop.automatic_optimization
 
 
 KWARGS: dict[str, Any] = {
@@ -192,7 +192,6 @@ def test_nothing_is_left(tmp_path: Path, accelerator: str, ending: str) -> None:
     after = code_of_libraries()
     changed = {name for name, identity in before.items() if after.get(name) != identity} - THEIR_OWN
     assert not changed
-    assert trainer.fit_loop.epoch_loop.automatic_optimization is seen.loop
     for was, now in zip(seen.before, seen.look(trainer, module), strict=True):
         for name, held in was.items():
             if held is not None:

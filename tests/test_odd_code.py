@@ -15,12 +15,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
-from tests.harness import Net, assert_same, make, train
+from tests.harness import Net, Trace, assert_same, make, train
 
 log = logging.getLogger(__name__)
 
@@ -726,7 +727,47 @@ def test_a_fit_after_one_that_never_reached_our_hooks(tmp_path: Path, accelerato
     finally:
         FailsOnce.fails = True
     assert "optimizer_step" not in vars(trainer.strategy)
-    assert type(trainer.fit_loop.epoch_loop.automatic_optimization).__name__ == "_AutomaticOptimization"
+    assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
+
+
+class OwnClosure(Closure):
+    """A closure of user code, which halves the loss."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step_fn = self._step_fn
+
+        def half() -> ClosureResult:
+            result = step_fn()
+            result.closure_loss = result.closure_loss / 2
+            return result
+
+        self._step_fn = half
+        return super().__call__(*args, **kwargs)
+
+
+class MakesClosures(Callback):
+    """A callback that sets another method of the automatic optimization."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        make_closure = optimization._make_closure
+
+        def own(*args: Any, **kwargs: Any) -> OwnClosure:
+            closure = make_closure(*args, **kwargs)
+            return OwnClosure(closure._step_fn, closure._backward_fn, closure._zero_grad_fn)
+
+        optimization._make_closure = own
+
+
+def test_closures_of_user_code_are_called(tmp_path: Path, accelerator: str) -> None:
+    def fit(name: str, callback: CUDAGraphCallback | None = None) -> Trace:
+        callbacks = (MakesClosures(),)
+        folder = tmp_path / name
+        return train(make(Net), folder, callback, callbacks=callbacks, accelerator=accelerator)
+
+    graph = fit("graph", CUDAGraphCallback())
+    assert_same(fit("plain"), graph)
+    assert "without one of Lightning's closures" in str(graph.summary)
 
 
 @pytest.mark.long

@@ -22,7 +22,9 @@ AROUND = (
 )
 
 # Methods of the automatic optimization; one set on the instance has to be called.
-OF_OPTIMIZATION = ("run", "_make_closure", "_optimizer_step")
+OF_OPTIMIZATION = ("run", "_optimizer_step")
+# That which this package patches.
+MAKE_CLOSURE = "_make_closure"
 
 # Methods of the strategy that this package patches; a patch of other code on top has to be called.
 TRANSFER = "batch_to_device"
@@ -73,7 +75,7 @@ class Conditions:
             (module, ("_automatic_optimization",)),
             (loop, ("advance", "automatic_optimization", "_results", *AROUND)),
             (strategy, ("_lightning_module", "_lightning_optimizers", *PATCHED)),
-            (optimization, OF_OPTIMIZATION),
+            (optimization, (*OF_OPTIMIZATION, MAKE_CLOSURE)),
             (optimizer, ("_on_before_step", "_on_after_step")),
         ]
         self._spaces = [vars(owner) for owner, names in picked for _ in names]

@@ -1,9 +1,8 @@
 """Installation in Lightning's training loop, for one `fit`.
 
-Lightning's loop stays in charge. Its automatic optimization is replaced by a thin subclass, with
-closures that hold their batch (`closures.py`). Two methods of the strategy, which move a batch and step
-the optimizer (`steps.py`), and the loop's `advance` (`fast_path.py`) are patched. All patches go through
-one `ExitStack`.
+Lightning's loop stays in charge. Patched are a method of its automatic optimization, for closures that
+hold their batch (`closures.py`), two methods of the strategy, which move a batch and step the optimizer
+(`steps.py`), and the loop's `advance` (`fast_path.py`). All patches go through one `ExitStack`.
 """
 
 from __future__ import annotations

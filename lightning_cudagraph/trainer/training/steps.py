@@ -13,13 +13,14 @@ steps get a batch of their own, which no later step overwrites.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar
 
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
@@ -29,7 +30,8 @@ from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
 from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.compat.method_patches import Original, patch_method
+from lightning_cudagraph.compat.method_patches import MethodPatch, Original, patch_method
+from lightning_cudagraph.compat.names.lightning_names import _AutomaticOptimization
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
 from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
 from lightning_cudagraph.tensors.batch import map_leaves
@@ -40,7 +42,7 @@ from lightning_cudagraph.trainer.training.captured_step.recorded_step import Ste
 from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
 from lightning_cudagraph.trainer.training.captured_step.training_step import TrainingStep
 from lightning_cudagraph.trainer.training.closures import GraphClosure
-from lightning_cudagraph.trainer.training.conditions import OF_OPTIMIZATION, TRANSFER
+from lightning_cudagraph.trainer.training.conditions import MAKE_CLOSURE, OF_OPTIMIZATION, TRANSFER
 from lightning_cudagraph.trainer.training.hooks.user_hooks import batches_unseen, is_known
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.times.baseline import PlainSteps
@@ -85,8 +87,8 @@ class TrainingSteps:
     def install(self, patches: ExitStack) -> None:
         """Patch Lightning where it moves batches and does their steps, until `patches` is closed."""
         run, strategy = self._run, self._strategy
-        loop = run.trainer.fit_loop.epoch_loop
-        run.optimization.install(loop, self._call_closure, self._engine.counts.note_eager, patches)
+        self._own_closure = Original(run.optimization, MAKE_CLOSURE)
+        patch_method(run.optimization, MAKE_CLOSURE, self._make_closure, patches)
         self._eager_step = Original(strategy, "optimizer_step")
         patch_method(strategy, "optimizer_step", self._optimizer_step, patches)
         self._eager_transfer = Original(strategy, TRANSFER)
@@ -164,6 +166,19 @@ class TrainingSteps:
     def _has_static(self) -> bool:
         # Batches that only update batch norm are never replayed.
         return not self._optimization._skip_backward and bool(self._graphs)
+
+    def _make_closure(
+        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
+    ) -> Closure:
+        """Patch of the automatic optimization's method: a `GraphClosure` for each batch."""
+        run = self._run
+        if run.optimization._skip_backward:
+            self._engine.counts.note_eager(
+                "`StochasticWeightAveraging` updates batch norm, without training"
+            )
+        elif getattr(self._own_closure.now, "__func__", None) is _AutomaticOptimization._make_closure:
+            return run.closure_for(kwargs, optimizer, batch_idx, self._call_closure)
+        return self._own_closure(kwargs, optimizer, batch_idx)  # type: ignore[no-any-return]
 
     def _optimizer_step(
         self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
@@ -258,7 +273,9 @@ class TrainingSteps:
         optimizer: LightningOptimizer = self._strategy._lightning_optimizers[0]
         return (
             trainer.fit_loop.epoch_loop.automatic_optimization is optimization
+            and type(optimization) is _AutomaticOptimization
             and vars(optimization).keys().isdisjoint(OF_OPTIMIZATION)
+            and type(vars(optimization).get(MAKE_CLOSURE)) is MethodPatch
             and is_known(optimizer.step)
             and "step" not in vars(optimizer)
             and optimizer._on_before_step is do_nothing_closure
@@ -313,7 +330,7 @@ class TrainingSteps:
         """Leave the state that Lightning has at the end of an eager step, but for logged values."""
         run, accumulation, trainer = self._run, step.accumulation, self._trainer
         self._replicas.replayed(accumulation)
-        self._optimization.count_zero_grads(outputs.zero_grads)
+        run.count_zero_grads(outputs.zero_grads)
         for attribute in outputs.recomputed:
             attribute.hand_over()
         run.metrics.state.count_references()

@@ -100,7 +100,7 @@ class Recorder:
             end_backward()
             return loss
 
-        inner = self._run.optimization.closure_for_capture(
+        inner = self._run.closure_for(
             _arguments(batch, closure, self._run.numbers.noted(reads, closure.batch_idx)),
             body.optimizer.optimizer,
             closure.batch_idx,

@@ -67,7 +67,7 @@ class TrainingStep(Step[StepOutputs]):
             closure, optimizer = self.body.closure, self.body.optimizer
         with setting(training, is_in_step=True), training.times.host.of(AT_BREAKS):
             at_break.logs.hand_over(training.trainer)
-            training.optimization.count_zero_grads(at_break.zero_grads)
+            training.count_zero_grads(at_break.zero_grads)
             for attribute in at_break.recomputed:
                 attribute.hand_over()
             at_break.run(closure)
@@ -83,12 +83,10 @@ class TrainingStep(Step[StepOutputs]):
     def _closure(self, optimizer: Any) -> GraphClosure:
         """Lightning's closure of the batch, for hooks at a graph break on the fast path."""
         training = self.training
-        closure = training.optimization.closure_for_capture(
-            OrderedDict(batch=self.batch),
-            training.trainer.strategy.optimizers[0],
-            self.batch_idx,
-            training.optimization.call,
+        closure = training.optimization._make_closure(
+            OrderedDict(batch=self.batch), training.trainer.strategy.optimizers[0], self.batch_idx
         )
+        assert isinstance(closure, GraphClosure)
         training.hooks.watch(closure, optimizer)
         return closure
 
