@@ -481,7 +481,7 @@ def test_error_in_the_function_leaves_nothing(tmp_path: Path, accelerator: str) 
     with pytest.raises(ValueError, match="late"):
         fit(tmp_path, accelerator, module)
     for wrapper in module.trainer.strategy._lightning_optimizers:
-        assert "noting" not in str(wrapper._on_before_step)
+        assert "lightning_cudagraph" not in str(wrapper._on_before_step)
         assert "lightning_cudagraph" not in str(vars(wrapper.optimizer)["step"])
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert not sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks

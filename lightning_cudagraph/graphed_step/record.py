@@ -59,19 +59,6 @@ class Arguments:
         return function(*values, **dict(items[self.positional :]))
 
 
-@dataclass(frozen=True)
-class StepFunction:
-    """The user's function, and the objects that it uses."""
-
-    function: Callable[..., Any]
-    model: nn.Module
-    optimizers: Mapping[str, Optimizer]
-    scaler: GradScaler | None
-    framework: PlainLoop
-    replicas: StepReplicas
-    has_gradients: bool = True
-
-
 @dataclass
 class StepResult:
     """The result of a captured function: static tensors, and after-replay work."""
@@ -214,6 +201,20 @@ class StepRecorder:
             finally:
                 for parameter, gradient in before:
                     parameter.grad = gradient
+
+
+@dataclass(frozen=True)
+class StepFunction:
+    """The user's function, and the objects that it uses."""
+
+    function: Callable[..., Any]
+    model: nn.Module
+    optimizers: Mapping[str, Optimizer]
+    scaler: GradScaler | None
+    framework: PlainLoop
+    replicas: StepReplicas
+    has_gradients: bool = True
+    recorder: type[StepRecorder] = StepRecorder
 
 
 @contextmanager

@@ -40,7 +40,6 @@ from lightning_cudagraph.graphed_step.processes import StepProcesses, are_severa
 from lightning_cudagraph.graphed_step.record import (
     Arguments,
     StepFunction,
-    StepRecorder,
     StepResult,
     copied,
 )
@@ -99,7 +98,13 @@ class StepRun:
         _refuse_several_devices(of.model, backend.device)
         self._optimizers = OptimizerSteps(of.optimizers, of.scaler, backend.device, self._drop_all)
         self._harmless = settings.harmless | (OWN_ATTRIBUTES if of.replicas.wrappers else frozenset())
-        self._recorder = self._recorder_of(of)
+        self._recorder = of.recorder(
+            of,
+            self._optimizers,
+            of.framework.rules(self._harmless, of.scaler),
+            backend.device,
+            are_agreed=processes is not None or not are_several(),
+        )
         self._owns_gradients = of.replicas.own_gradients(self._recorder.parameters().values())
         self._context = RunContext(
             backend,
@@ -113,15 +118,6 @@ class StepRun:
             replicas=of.replicas,
         )
         self.counts = self._context.counts
-
-    def _recorder_of(self, of: StepFunction) -> StepRecorder:
-        return StepRecorder(
-            of,
-            self._optimizers,
-            of.framework.rules(self._harmless, of.scaler),
-            self.backend.device,
-            are_agreed=self._processes is not None or not are_several(),
-        )
 
     @property
     def summary(self) -> RunSummary:

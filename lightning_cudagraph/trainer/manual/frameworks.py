@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.compat.features import FABRIC, LOOPS
+from lightning_cudagraph.compat.method_patches import in_place
 from lightning_cudagraph.compat.names.lightning_names import _FabricModule, _FabricOptimizer
 from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.errors import UnsupportedError
@@ -41,7 +42,7 @@ from lightning_cudagraph.trainer.metrics.reads import MetricReads, metric_reads
 _CALLBACK_HOOKS_INSIDE = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 _COUNTERS = ("_on_before_step", "_on_after_step")
 # The attribute with which `untoggle_optimizer` undoes `toggle_optimizer`.
-_OWN_OF_TOGGLING = frozenset({"_param_requires_grad_state"})
+OWN_OF_TOGGLING = frozenset({"_param_requires_grad_state"})
 _RETURN_AND_LOG = "Return the value from the step, and log it after the call."
 
 
@@ -104,14 +105,9 @@ class ManualOptimization(PlainLoop):
             vars(pl.LightningModule)[name].__code__: (f"self.{name}", _RETURN_AND_LOG)
             for name in ("log", "log_dict")
         }
-        rules = self.rules_with_logs(harmless, scaler)
-        return replace(rules, refused={**logs, **rules.refused}, stays_on_host=lambda module: False)
-
-    def rules_with_logs(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
-        """Return the rules for a step whose logs and metric calls follow after each replay."""
         return replace(
-            host_rules(self.trainer, harmless | _OWN_OF_TOGGLING),
-            refused={**scheduler_steps(), **scaler_calls(scaler)},
+            host_rules(self.trainer, harmless | OWN_OF_TOGGLING, stays_on_host=lambda module: False),
+            refused={**logs, **scheduler_steps(), **scaler_calls(scaler)},
         )
 
     def stays_on_host(self, module: Any) -> bool:
@@ -140,9 +136,7 @@ class ManualOptimization(PlainLoop):
         with ExitStack() as stack:
             for wrapper in self._wrappers():
                 for name in _COUNTERS:
-                    attributes = vars(wrapper)
-                    stack.callback(attributes.__setitem__, name, attributes[name])
-                    attributes[name] = _noting(notes, wrapper, name)
+                    stack.enter_context(in_place(wrapper, name, _noting(notes, wrapper, name)))
             yield
 
 

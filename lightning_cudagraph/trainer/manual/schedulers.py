@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.device.refusals.first_refusal import refuse
-from lightning_cudagraph.errors import CaptureError, Location, see
+from lightning_cudagraph.errors import CaptureError, see
 from lightning_cudagraph.graphed_step.framework import optimizer_inside
 from lightning_cudagraph.tensors.host_values import HostValue
 from lightning_cudagraph.trainer.common.host_rules import SCHEDULED_BY_LOSS
@@ -37,12 +36,9 @@ class ScheduledOptimizers:
     def __init__(self) -> None:
         self._rates: dict[int, list[tuple[dict[str, Any], Any]]] = {}
 
-    def __contains__(self, optimizer: Optimizer) -> bool:
-        return id(optimizer) in self._rates
-
     def add(self, optimizer: Optimizer) -> None:
         """Refuse reads of the learning rates of an optimizer from now on."""
-        if optimizer in self:
+        if id(optimizer) in self._rates:
             return
         self._rates[id(optimizer)] = [(group, group["lr"]) for group in optimizer.param_groups]
         for group, rate in self._rates[id(optimizer)]:
@@ -58,15 +54,13 @@ class ScheduledOptimizers:
 
 def refuse_read() -> None:
     """Refuse a read of a learning rate that a scheduler has moved on."""
-    refuse(_moved("The step reads a learning rate after its scheduler has moved it;", user_location()))
-
-
-def _moved(what: str, where: Location | None = None) -> CaptureError:
-    return CaptureError(
-        f"{what} the rate moves after the replay.",
+    error = CaptureError(
+        "The step reads a learning rate after its scheduler has moved it;"
+        " the rate moves after the replay.",
         "Call the scheduler at the end of the step." + see("manual_optimization"),
-        location=where,
+        location=user_location(),
     )
+    refuse(error)
 
 
 def noting_step(
@@ -88,15 +82,3 @@ def noting_step(
         notes.append(step)
 
     return note
-
-
-def refusing_step(wrapper: LightningOptimizer, scheduled: ScheduledOptimizers) -> Callable[[], None]:
-    """Replacement of a counter: an optimizer steps with the rate that the replay begins with."""
-    count = wrapper._on_before_step
-
-    def check() -> None:
-        if optimizer_inside(wrapper) in scheduled:
-            raise _moved("An optimizer steps after its scheduler in one `training_step`;")
-        count()
-
-    return check

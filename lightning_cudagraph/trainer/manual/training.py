@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
@@ -35,29 +36,31 @@ from lightning_cudagraph.errors import (
     Wording,
     see,
 )
+from lightning_cudagraph.graphed_step.framework import scaler_calls, scheduler_steps
 from lightning_cudagraph.graphed_step.gradients import GradientEffects
 from lightning_cudagraph.graphed_step.record import Arguments, StepFunction, StepRecorder, StepResult
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun
 from lightning_cudagraph.graphed_step.step import GraphedStep
+from lightning_cudagraph.optim.steps import OptimizerSteps
 from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
 from lightning_cudagraph.tensors.host_values import HostReads, as_output
 from lightning_cudagraph.tensors.writes import storage_id
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.common.captured_run import announce
+from lightning_cudagraph.trainer.common.host_rules import host_rules
 from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS, StepNumbers
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.logs.recorder import Logs
-from lightning_cudagraph.trainer.manual.frameworks import ManualOptimization
+from lightning_cudagraph.trainer.manual.frameworks import OWN_OF_TOGGLING, ManualOptimization
 from lightning_cudagraph.trainer.manual.schedulers import (
     MovedRate,
     ScheduledOptimizers,
     noting_step,
     refuse_read,
-    refusing_step,
 )
 from lightning_cudagraph.trainer.metrics.calls import Later
 from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
@@ -94,7 +97,7 @@ class ManualTraining:
         framework.logs = Logs(trainer, module, framework.metrics, adds=False)
         framework.numbers = StepNumbers(framework.steps, settings)
         optimizers = {f"optimizers[{i}]": each for i, each in enumerate(trainer.strategy.optimizers)}
-        self._run = _ManualRun(
+        self._run = StepRun(
             StepFunction(
                 _of_strategy(self._step, framework),
                 module,
@@ -102,6 +105,7 @@ class ManualTraining:
                 framework.scaler(),
                 framework,
                 StepReplicas(module),
+                recorder=_ManualRecorder,
             ),
             backend,
             settings,
@@ -205,7 +209,11 @@ class _WholeStep(ManualOptimization):
 
     def rules(self, harmless: frozenset[str], scaler: GradScaler | None) -> HostRules:
         # Not those of the trainer: `noted` replaces their `step`.
-        return replace(self.rules_with_logs(harmless, scaler), noted=STEP_GETTERS)
+        return replace(
+            host_rules(self.trainer, harmless | OWN_OF_TOGGLING),
+            refused={**scheduler_steps(), **scaler_calls(scaler)},
+            noted=STEP_GETTERS,
+        )
 
     @contextmanager
     def noted(self, notes: list[Callable[[], object]]) -> Iterator[None]:
@@ -214,8 +222,6 @@ class _WholeStep(ManualOptimization):
                 step = noting_step(notes, config.scheduler, self.scheduled)
                 stack.enter_context(in_place(config.scheduler, "step", step))
             for wrapper in self._wrappers():
-                step = refusing_step(wrapper, self.scheduled)
-                stack.enter_context(in_place(wrapper, "_on_before_step", step))
                 count = self._counting(wrapper)
                 stack.enter_context(in_place(wrapper, "_on_after_step", count))
             yield
@@ -273,7 +279,19 @@ class _LoggedResult(StepResult):
 class _ManualRecorder(StepRecorder):
     """Recorder of a `training_step`, with what it logs."""
 
-    whole: _WholeStep
+    def __init__(
+        self,
+        of: StepFunction,
+        optimizers: OptimizerSteps,
+        rules: HostRules,
+        device: torch.device,
+        are_agreed: bool,
+    ) -> None:
+        super().__init__(of, optimizers, rules, device, are_agreed)
+        assert isinstance(of.framework, _WholeStep)
+        self.whole = of.framework
+        unwatched = self.whole.unwatched | rules.harmless
+        self.carried = ReboundAttributes(of.model, device, unwatched, is_metric)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         batch, *indices = args
@@ -322,17 +340,3 @@ class _ManualRecorder(StepRecorder):
         module: Any = self.whole.trainer.lightning_module
         with super().undone(), setting(module, _current_fx_name=module._current_fx_name):
             yield
-
-
-class _ManualRun(StepRun):
-    """The engines of a `training_step`."""
-
-    def _recorder_of(self, of: StepFunction) -> StepRecorder:
-        whole, device = of.framework, self.backend.device
-        assert isinstance(whole, _WholeStep)
-        rules = whole.rules(self._harmless, of.scaler)
-        recorder = _ManualRecorder(of, self._optimizers, rules, device, are_agreed=True)
-        recorder.whole = whole
-        unwatched = whole.unwatched | self._harmless
-        recorder.carried = ReboundAttributes(of.model, device, unwatched, is_metric)
-        return recorder
