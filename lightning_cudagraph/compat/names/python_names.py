@@ -8,7 +8,6 @@ from lightning_cudagraph.compat.probes import PrivateName
 PYTHON = (
     PrivateName("sys._getframe", (CAPTURES,), lambda f: f(0).f_code.co_name),
     PrivateName("logging.Logger._log", (CAPTURES,)),
-    PrivateName("copyreg._reconstructor", (CAPTURES,)),
     PrivateName("copy._deepcopy_dispatch"),  # without it, the doctor's copies share functions
     # Documented, for named tuples.
     PrivateName("platform.uname_result._fields", (CAPTURES,)),
