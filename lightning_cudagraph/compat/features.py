@@ -54,15 +54,3 @@ COUNTED_CLASSES = Feature(
 HELD_GRADIENTS = Feature(
     "finding external references to gradients", "gradients are copied out after every replay", True
 )
-EVENT_QUEUE = Feature(
-    "the fast path into TensorBoard's queue",
-    "each time of a layer is written as an event of its own",
-    True,
-)
-CHARTS = Feature("finding the user's custom scalars", "they are not kept in the layout", True)
-CUDA_STREAMS = Feature(
-    "asking for the address of a stream", "each replay asks for the whole stream", True
-)
-BROKEN_CAPTURES = Feature(
-    "repairing the allocator", "after a capture that CUDA broke off, memory may stay reserved", True
-)

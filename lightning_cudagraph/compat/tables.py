@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_cudagraph.compat.features import BROKEN_CAPTURES, CUDA_STREAMS, HELD_GRADIENTS, Feature
+from lightning_cudagraph.compat.features import Feature
 from lightning_cudagraph.compat.names.lightning_names import LIGHTNING
 from lightning_cudagraph.compat.names.python_names import PYTHON
 from lightning_cudagraph.compat.names.tensorboard_names import TENSORBOARD
@@ -45,8 +45,3 @@ def _trouble(feature: Feature) -> str:
     # Probes run autograd, which evaluations switch off.
     with torch.inference_mode(False), torch.enable_grad():
         return trouble_with(TABLE, feature)
-
-
-def notes_of_captures(device: torch.device) -> list[str]:
-    """One line for each optional feature of captures that is off on a device."""
-    return notes(HELD_GRADIENTS, *((CUDA_STREAMS, BROKEN_CAPTURES) if device.type == "cuda" else ()))

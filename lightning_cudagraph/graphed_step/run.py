@@ -30,7 +30,8 @@ from lightning_cudagraph.checks.guards.switches import refuse_inference_mode
 from lightning_cudagraph.checks.rebound_methods import refuse_rebound_methods
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.checks.walk.scope import Root
-from lightning_cudagraph.compat.tables import notes_of_captures
+from lightning_cudagraph.compat.features import HELD_GRADIENTS
+from lightning_cudagraph.compat.tables import notes
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.capture_errors import clear_frames
 from lightning_cudagraph.device.lines.user_lines import user_location
@@ -132,10 +133,9 @@ class StepRun:
 
     @property
     def notes(self) -> list[str]:
-        notes = [*self._context.verifier.notes, *self._notes]
-        notes += [note for each in self._specializations.values() for note in each.engine.notes]
-        off = notes_of_captures(self.backend.device)
-        return list(dict.fromkeys([*notes, *self._undecided(), *off]))
+        found = [*self._context.verifier.notes, *self._notes]
+        found += [note for each in self._specializations.values() for note in each.engine.notes]
+        return list(dict.fromkeys([*found, *self._undecided(), *notes(HELD_GRADIENTS)]))
 
     def _undecided(self) -> Iterator[str]:
         """Kinds that have come too seldom for a capture, beside others with graphs."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE
 from lightning_cudagraph.compat.probes import members
 
 _FILE_WRITER = "tensorboard.summary.writer.event_file_writer"
 
+# Looked for where they are used. Without them each time of a layer is written as an event of its own,
+# and the layout of custom scalars does not keep the user's.
 TENSORBOARD = (
-    members(f"{_FILE_WRITER}.EventFileWriter", "_async_writer", EVENT_QUEUE),
-    members(f"{_FILE_WRITER}.EventFileWriter", "_file_name", CHARTS),
-    members(f"{_FILE_WRITER}._AsyncWriter", "_writer write", EVENT_QUEUE),
-    members("tensorboard.summary.writer.record_writer.RecordWriter", "_writer write", EVENT_QUEUE),
+    members(f"{_FILE_WRITER}.EventFileWriter", "_async_writer _file_name"),
+    members(f"{_FILE_WRITER}._AsyncWriter", "_writer write"),
+    members("tensorboard.summary.writer.record_writer.RecordWriter", "_writer write"),
 )

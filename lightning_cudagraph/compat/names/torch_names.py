@@ -6,13 +6,11 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from lightning_cudagraph.compat.features import (
-    BROKEN_CAPTURES,
     CAPTURABLE_ON_CPU,
     CAPTURED_MODULES,
     CAPTURES,
     COLLECTIVES,
     CUDA,
-    CUDA_STREAMS,
     FP16,
     HELD_GRADIENTS,
     METRICS,
@@ -308,8 +306,9 @@ _DISTRIBUTED = (
 )
 _OF_CUDA = (
     PrivateName("torch._C._cuda_clearCublasWorkspaces", (CUDA,)),
-    PrivateName("torch._C._cuda_getCurrentRawStream", (CUDA_STREAMS,)),
-    *named("torch._C", "_cuda_endAllocateToPool _cuda_releasePool", BROKEN_CAPTURES),
+    # Looked for where they are used. Without the first, each replay asks for the whole stream; without
+    # the others, memory may stay reserved after a capture that CUDA broke off.
+    *named("torch._C", "_cuda_getCurrentRawStream _cuda_endAllocateToPool _cuda_releasePool"),
     PrivateName("torch.cuda.memory._snapshot", (SEGMENTS,)),
 )
 

@@ -257,8 +257,7 @@ class CudaBackend(Backend):
             fresh = torch.Generator(device=self.device)
         self.set_rng_state(rng_state)
         with contextlib.suppress(RuntimeError, AttributeError):
-            # Newer versions of torch have done this already, and raise. If these names are gone, the
-            # report says so.
+            # Newer versions of torch have done this already, and raise, or do not have these names.
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
             torch._C._cuda_releasePool(self._index, self._pool)
 

@@ -15,9 +15,9 @@ from torch import nn
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.checks.unsupported_modules import refuse_unsupported_modules
 from lightning_cudagraph.compat.attributes import setting
-from lightning_cudagraph.compat.features import CAPTURED_MODULES
+from lightning_cudagraph.compat.features import CAPTURED_MODULES, HELD_GRADIENTS
 from lightning_cudagraph.compat.method_patches import Original, patch_method
-from lightning_cudagraph.compat.tables import notes_of_captures, require
+from lightning_cudagraph.compat.tables import notes, require
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import ConfigurationError, UnsupportedError
 from lightning_cudagraph.timing.output.stages import StageSummary
@@ -81,7 +81,7 @@ class ModulesTraining:
     @property
     def notes(self) -> list[str]:
         """Notes on features that are off."""
-        return notes_of_captures(self._run.backend.device)
+        return notes(HELD_GRADIENTS)
 
     @property
     def stage(self) -> StageSummary:

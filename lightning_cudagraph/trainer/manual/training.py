@@ -25,8 +25,9 @@ from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.guards.guards import Guards
 from lightning_cudagraph.checks.rebound_attributes import ReboundAttributes
 from lightning_cudagraph.compat.attributes import setting
+from lightning_cudagraph.compat.features import HELD_GRADIENTS
 from lightning_cudagraph.compat.method_patches import Original, in_place, patch_method
-from lightning_cudagraph.compat.tables import notes_of_captures
+from lightning_cudagraph.compat.tables import notes
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.lines.user_lines import user_location
 from lightning_cudagraph.errors import (
@@ -117,7 +118,7 @@ class ManualTraining:
 
     @property
     def notes(self) -> list[str]:
-        return notes_of_captures(self._run.backend.device)
+        return notes(HELD_GRADIENTS)
 
     @property
     def counts(self) -> StepCounts:

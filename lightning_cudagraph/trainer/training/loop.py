@@ -19,10 +19,10 @@ import lightning.pytorch as pl
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.steps import Step, StepCounts
-from lightning_cudagraph.compat.features import FAST_PATH
+from lightning_cudagraph.compat.features import FAST_PATH, HELD_GRADIENTS
 from lightning_cudagraph.compat.frames import frames
 from lightning_cudagraph.compat.method_patches import patch_method
-from lightning_cudagraph.compat.tables import notes, notes_of_captures
+from lightning_cudagraph.compat.tables import notes
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import Agreement
@@ -123,7 +123,7 @@ class GraphedTraining:
     @property
     def notes(self) -> list[str]:
         """Notes on changes made for the capture, and on features that are off."""
-        off = [*notes_of_captures(self._run.backend.device), *notes(FAST_PATH), *self._times.off]
+        off = notes(HELD_GRADIENTS, FAST_PATH)
         return [*self._part.notes, *profiler_notes(self._trainer), *off]
 
     @property

@@ -10,8 +10,6 @@ import struct
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from lightning_cudagraph.compat.features import CHARTS
-from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.timing.readings.sink import Sink
 from lightning_cudagraph.timing.readings.spans import (
     EXPOSED_TAG,
@@ -164,7 +162,7 @@ class Charts:
             return
         self._written = ours
         writer.flush()
-        path = getattr(nested_parts(writer)[1], "_file_name", None) if available(CHARTS) else None
+        path = getattr(nested_parts(writer)[1], "_file_name", None)
         theirs = _charts_in(path) if isinstance(path, str) else None
         if theirs is None:
             writer.add_custom_scalars(ours)

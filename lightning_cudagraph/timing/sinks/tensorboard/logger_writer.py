@@ -10,9 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_cudagraph.compat.features import EVENT_QUEUE
 from lightning_cudagraph.compat.method_patches import patch_method
-from lightning_cudagraph.compat.tables import available
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.sinks.logged_medians import given_no_more
 from lightning_cudagraph.timing.sinks.tensorboard.records import Curves, ReadingRecords
@@ -28,7 +26,6 @@ class LoggerWriter:
         self._logger = logger
         self._curves = curves
         self._made = ReadingRecords(curves)
-        self._has_queue = available(EVENT_QUEUE)
         self._failed = False
         self._patches = ExitStack()
         # The part of the writer that has a patched method.
@@ -84,8 +81,6 @@ class LoggerWriter:
         """The `put` of the writer's queue; None if the writer is built differently."""
         if self._error is not None:
             raise self._error
-        if not self._has_queue:
-            return None
         _, _, queue, records, file = nested_parts(writer)
         if not all(callable(getattr(part, "write", None)) for part in (queue, records, file)):
             return None

@@ -19,8 +19,8 @@ from torch import nn
 
 from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.compat.attributes import do_nothing
-from lightning_cudagraph.compat.features import CHARTS, EVENT_QUEUE, TIMES
-from lightning_cudagraph.compat.tables import notes, require
+from lightning_cudagraph.compat.features import TIMES
+from lightning_cudagraph.compat.tables import require
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.processes.peers import own_store
 from lightning_cudagraph.timing.events.clock import FitClock
@@ -107,7 +107,6 @@ class RunTimes:
         self._trainer = trainer
         self._module = module
         self._backend = backend
-        self.off: list[str] = []
         self.names: list[str] = []
         self._left_out: dict[str, str] = {}
         every_n_steps: int | None = 0
@@ -115,7 +114,6 @@ class RunTimes:
         inner: frozenset[str] = frozenset()
         if choice is not None:
             require(TIMES)
-            self.off = notes(EVENT_QUEUE, CHARTS)
             self.names = list(select_layers(module, choice))
             self._left_out = left_out(module, choice)
             # Processes that decide by their own clocks would time different steps.
