@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError
-from lightning_cudagraph.trainer.training.captured_step.lost_gradients import LostGradients
+from lightning_cudagraph.capture.gradients.lost_gradients import LostGradients
 from tests.harness import Net, assert_same, differences, make, train
 
 # From here on, the gradient counts.

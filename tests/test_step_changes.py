@@ -384,7 +384,7 @@ REFUSED: dict[type[Loop], str] = {
     Prints: r"use of `print`.*test_step_changes\.py.*after the call of the step",
     Scaled: r"use of `GradScaler\.scale`.*Pass the scaler: `GraphedStep\(",
     HiddenOptimizer: r"calls `SGD\.step\(\)` of an optimizer that it was not given",
-    HiddenModule: r"a parameter of shape \(6, 6\) that belongs to none of the modules",
+    HiddenModule: r"the gradient of a tensor of shape \(6, 6\) that belongs to none of the modules",
 }
 
 

@@ -9,17 +9,16 @@ and after the step are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cudagraph.device.sentry.autocast import reaching
 from lightning_cudagraph.device.sentry.own_modes import InputsMode
-from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
+from lightning_cudagraph.errors import CUDAGraphError
 from lightning_cudagraph.tensors.local import as_split_as, local
 from lightning_cudagraph.tensors.writes import storage_id
 
@@ -43,13 +42,11 @@ class GradientEffects:
         self._had: set[int] = set()  # with a gradient before a step
         self._works_on: set[int] = set()
         self._seen: list[nn.Parameter] = []
-        self._strangers: list[Tensor] = []
-        self._met: list[ref[Tensor]] = []  # the strangers of the last step, as long as they live
         self._alive: dict[int, nn.Parameter] = {}  # so that no id is reused
 
     @contextmanager
-    def learning(self, own_memory: Collection[int] = ()) -> Iterator[None]:
-        """Watch one eager step; `own_memory` is memory of tensors of its own, such as a batch's."""
+    def learning(self) -> Iterator[None]:
+        """Watch one eager step."""
         known = self._known()
         before = [(p, p.grad, _version_of(p.grad)) for p in known.values()]
         self._alive |= {id(parameter): parameter for parameter in known.values()}
@@ -58,23 +55,9 @@ class GradientEffects:
         for parameter, gradient, version in before:
             self._note(parameter, gradient, version, watch.read)
         ids = {id(parameter) for parameter in known.values()}
-        self._works_on |= ids & watch.leaves.keys()
+        self._works_on |= ids & watch.leaves
         seen = (self._works_on | self._adds) - self._pure_drops - self._unknown
         self._seen = [parameter for parameter in known.values() if id(parameter) in seen]
-        self._met += [
-            ref(leaf)
-            for leaf in watch.leaves.values()
-            if id(leaf) not in ids and leaf.grad is not None and storage_id(leaf) not in own_memory
-        ]
-
-    def ended(self) -> None:
-        """Note that a watched step has ended, and that nothing holds its result any more.
-
-        The gradient of a tensor that is gone now is not read any more: a step may train a detached
-        argument, and return its gradient.
-        """
-        self._strangers += [leaf for met in self._met if (leaf := met()) is not None]
-        self._met.clear()
 
     def _note(
         self, parameter: nn.Parameter, was: Tensor | None, version: int | None, read: set[int]
@@ -150,15 +133,6 @@ class GradientEffects:
         if watch.are_used or any(p.grad is gradient for p, gradient in dropped):
             raise MixedWarmUpError
 
-    def check(self) -> None:
-        """Raise `UnsupportedError` if the step makes gradients of unknown parameters."""
-        for tensor in self._strangers:
-            raise UnsupportedError(
-                f"The step works on a parameter of shape {tuple(tensor.shape)} that belongs to none of"
-                " the modules and optimizers that it was given; its gradient would be lost.",
-                "Pass all modules that the step trains: `GraphedStep(step, modules=[...])`.",
-            )
-
 
 class NoGradients(GradientEffects):
     """The effects of a step that neither reads nor makes gradients."""
@@ -167,7 +141,7 @@ class NoGradients(GradientEffects):
         super().__init__(dict, device_type)
 
     @contextmanager
-    def learning(self, own_memory: Collection[int] = ()) -> Iterator[None]:
+    def learning(self) -> Iterator[None]:
         yield
 
 
@@ -176,19 +150,22 @@ def _version_of(gradient: Tensor | None) -> int | None:
 
 
 class _Watch(InputsMode):
-    """Mode that records the trainable leaves among the inputs of ops, and the storages that ops read."""
+    """Mode that records the trainable leaves among the inputs of ops, and the storages that ops read.
+
+    Leaves are recorded by identity.
+    """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._device_type = device_type
-        self.leaves: dict[int, Tensor] = {}
+        self.leaves: set[int] = set()
         self.read: set[int] = set()
 
     def look(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
         for tensor in inputs:
             self.read.add(storage_id(tensor))
             if tensor.requires_grad and tensor.is_leaf and storage_id(tensor) not in self.made:
-                self.leaves[id(tensor)] = tensor
+                self.leaves.add(id(tensor))
 
     def around(self, func: Any) -> AbstractContextManager[Any]:
         return reaching(func, self._device_type)

@@ -6,7 +6,7 @@ The effects of a capture on the host are undone; those that a replay would leave
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_cudagraph.capture.gradients.lost_gradients import LostGradients
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.step_audit import is_audited, step_audit
 from lightning_cudagraph.checks.guards.guards import Guards
@@ -34,6 +35,10 @@ from lightning_cudagraph.tensors.host_values import held
 from lightning_cudagraph.tensors.local import local
 
 _ALONE = "a function that works on no `DistributedDataParallel` or `fully_shard` module"
+_UNKNOWN = (
+    "that belongs to none of the modules and optimizers that it was given; its gradient would be lost"
+)
+_PASS_ALL = "Pass all modules that the step trains: `GraphedStep(step, modules=[...])`."
 _PASS_IT = (
     "If the step does work on one, pass it: `GraphedStep(step, modules=model)`; or call the collective"
     " outside of the step."
@@ -138,9 +143,12 @@ class StepRecorder:
         state |= self._optimizers.state_tensors()
         return state | {f"parameter `{name}`": value for name, value in self.parameters().items()}
 
-    def own_memory(self, arguments: Arguments) -> Collection[int]:
-        """The memory of arguments whose gradients the caller does not see."""
-        return ()
+    def lost_gradients(self, batch: Any) -> LostGradients:
+        """Return the watch of a capture for gradients that a replay would not make."""
+        # Those of arguments too: the caller can read them.
+        return LostGradients(
+            self._model, self._optimizers.parameters().values(), unknown=(_UNKNOWN, _PASS_ALL)
+        )
 
     def warmed_up(self, arguments: Arguments, gradient_effects: GradientEffects) -> None:
         """Note that the last eager call was a warm-up step."""
@@ -161,10 +169,12 @@ class StepRecorder:
         """Run the function on the static arguments, in a capture or in a rehearsal."""
         if capturing:
             self._framework.check()
-            gradient_effects.check()
         self._optimizers.check()
         host_notes: list[Callable[[], object]] = []
+        lost = self.lost_gradients(batch) if capturing else None
         with ExitStack() as stack:
+            if lost is not None:
+                stack.enter_context(lost.restored())
             stack.enter_context(self._framework.noted(host_notes))
             if is_audited(capturing):
                 trainer = next(iter(self._framework.around.values()), None)
@@ -182,14 +192,19 @@ class StepRecorder:
                 alone = "" if self._are_agreed else _ALONE
                 stack.enter_context(CollectiveRules(alone, _PASS_IT))
             stack.enter_context(self.carried.inside(lambda: ""))
+            if lost is not None:
+                stack.enter_context(lost.watched())
             returned = arguments.call(self._function, batch)
         left = self._replicas.left()
         host_notes.append(lambda: self._replicas.leave(left))
         refuse_odd_outputs(returned, "the output of the step")
+        returned = map_leaves(returned, _detached)
+        if lost is not None:
+            lost.check()
         drops, adds = gradient_effects.parameters()
         touched = {id(parameter) for parameter in (*drops, *adds)}
         gradients = {name: p for name, p in self.parameters().items() if id(p) in touched}
-        return StepResult(map_leaves(returned, _detached), gradients, host_notes)
+        return StepResult(returned, gradients, host_notes)
 
     @contextmanager
     def undone(self) -> Iterator[None]:

@@ -191,9 +191,7 @@ class StepRun:
         if result is None:
             if evaluates:
                 shards.note_gathered()
-            given = copied(step.returned.pop())
-            kind.gradient_effects.ended()
-            return given
+            return copied(step.returned.pop())
         for note in result.host_notes:
             note()
         return copied(result.returned)

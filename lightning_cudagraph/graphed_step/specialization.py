@@ -78,12 +78,12 @@ class Specialization:
         return is_of_values if attributes else self.is_decided
 
     @contextmanager
-    def learning(self, own_memory: Collection[int]) -> Iterator[None]:
+    def learning(self) -> Iterator[None]:
         """Watch a warm-up step."""
         with ExitStack() as stack:
             stack.enter_context(self.guards.effects.watched(self.backend.join_other_threads))
             if not self.engine.graphs:
-                stack.enter_context(self.gradient_effects.learning(own_memory))
+                stack.enter_context(self.gradient_effects.learning())
             yield
 
 
@@ -134,7 +134,7 @@ class SpecializedStep(Step[StepResult]):
         kind, warm_ups = self.kind, self.kind.engine.invalidation.warm_ups
         if kind.warm_ups != warm_ups:  # what made graphs stale may change the effects too
             kind.gradient_effects, kind.warm_ups = self.recorder.gradient_effects(), warm_ups
-        return kind.learning(self.recorder.own_memory(self.arguments))
+        return kind.learning()
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         return self.kind.gradient_effects.parameters()

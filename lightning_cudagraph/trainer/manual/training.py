@@ -8,7 +8,7 @@ each replay, as in evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from lightning_cudagraph.capture.gradients.lost_gradients import LostGradients
 from lightning_cudagraph.capture.steps import StepCounts
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
@@ -44,9 +45,8 @@ from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun
 from lightning_cudagraph.graphed_step.step import GraphedStep
 from lightning_cudagraph.optim.steps import OptimizerSteps
-from lightning_cudagraph.tensors.batch import flatten_batch, map_leaves
+from lightning_cudagraph.tensors.batch import map_leaves
 from lightning_cudagraph.tensors.host_values import HostReads, as_output
-from lightning_cudagraph.tensors.writes import storage_id
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.common.captured_run import announce
@@ -299,9 +299,8 @@ class _ManualRecorder(StepRecorder):
         numbers = self.whole.numbers.of(indices[0]) if indices else {}
         return _BatchArguments(batch, 1, numbers, tuple(indices))
 
-    def own_memory(self, arguments: Arguments) -> Collection[int]:
-        leaves = flatten_batch(arguments.batch)
-        return {storage_id(leaf) for _, leaf in leaves if isinstance(leaf, Tensor)}
+    def lost_gradients(self, batch: Any) -> LostGradients:
+        return LostGradients(self._model, self._optimizers.parameters().values(), batch=batch)
 
     def warmed_up(self, arguments: Arguments, gradient_effects: GradientEffects) -> None:
         self.whole.logs.warmed_up(gradient_effects, arguments.batch)

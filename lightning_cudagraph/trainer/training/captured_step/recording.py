@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_cudagraph.capture.gradients.lost_gradients import LostGradients
 from lightning_cudagraph.capture.graph import BreakGraph
 from lightning_cudagraph.checks.audit.host_lines import line_that_returns_none
 from lightning_cudagraph.compat.attributes import setting
@@ -33,7 +34,6 @@ from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_method
 from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS
 from lightning_cudagraph.trainer.config.support import check_optimizer_part
-from lightning_cudagraph.trainer.training.captured_step.lost_gradients import LostGradients
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import (
     HostBreak,
     StepBody,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from inspect import unwrap
 from types import CodeType
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ _KEEP_IT = (
     "Write what you need of it into a registered buffer in `on_before_optimizer_step`"
     " (`self.norm.copy_(...)`), and read the buffer."
 )
+_NO_PARAMETER = "that is no parameter of the module: replays would not give it one"
 _REGISTER = (
     "Make it a parameter of the module, `self.name = nn.Parameter(...)`, or register the layer that it"
     " is of; it may have an optimizer of its own."
@@ -52,18 +53,21 @@ class LostGradients:
         module: the module; all of its parameters are known to the graph.
         stepped: the parameters of the optimizer.
         dropped: the parameters with gradients from the step before, which this step drops.
-        batch: the static batch, whose gradients are those of a batch alone.
+        batch: the static batch, if its gradients are those of a batch alone.
+        unknown: what a tensor is that the graph does not know, in words, with the remedy.
     """
 
     def __init__(
         self,
         module: nn.Module,
         stepped: Iterable[nn.Parameter],
-        dropped: Iterable[nn.Parameter],
-        batch: Any,
+        dropped: Iterable[nn.Parameter] = (),
+        batch: Any = (),
+        unknown: tuple[str, str] = (_NO_PARAMETER, _REGISTER),
     ) -> None:
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._dropped = {*map(id, dropped)}
+        self._unknown = unknown
         self._known = {*self._names, *map(id, stepped)}
         leaves = (leaf for _, leaf in flatten_batch(batch))
         self._own_memory = {storage_id(leaf) for leaf in leaves if has_memory(leaf)}
@@ -74,10 +78,14 @@ class LostGradients:
         """Return a step that is refused if it looks at gradients of the step before."""
 
         def run() -> T:
-            with _Reads(self), _Watch(self):
+            with _Reads(self), self.watched():
                 return step()
 
         return run
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """Context of a step, or of the part of it that may use other tensors."""
+        return _Watch(self)
 
     def note(self, inputs: Iterable[Tensor], made: set[int]) -> None:
         """Look at the inputs of an op; `made` are the storages that the step has made so far."""
@@ -114,12 +122,10 @@ class LostGradients:
         moved = [*self._moved()]
         for leaf, before in moved:
             leaf.grad = before
+        whose, remedy = self._unknown
         for shape in (tuple(leaf.shape) for leaf, _ in moved):
-            error = CaptureError(
-                f"The training step makes the gradient of a tensor of shape {shape} that is no parameter"
-                " of the module: replays would not give it one.",
-                _REGISTER,
-            )
+            what = f"The training step makes the gradient of a tensor of shape {shape} {whose}."
+            error = CaptureError(what, remedy)
             refuse(error, ("gradient", shape))
 
     def _moved(self) -> Iterator[tuple[Tensor, Tensor | None]]:
