@@ -283,16 +283,9 @@ class Signature:
         return "Pad to one shape or a few (`pad_to` of the callback; docs/recipes/buckets.md)"
 
     def _other_containers(self, other: Signature) -> str:
-        """Describe the first difference of containers: the number of samples, or a part of one alone."""
-        (mine, theirs) = (dict(zip(each._paths, each._key[1], strict=True)) for each in (self, other))
-        lengths = {*_other_lengths(self._key[0], other._key[0])}
-        for path, leaf in mine.items():
-            sizes = [one[0][:1] for one in (leaf, theirs.get(path, ())) if len(one) > 2]
-            if len(sizes) == 2 and lengths == {(*sizes[0], *sizes[1])}:
-                return (
-                    f"{sizes[1][0]} samples instead of {sizes[0][0]} in `{path}`, and in lists;"
-                    " `DataLoader(drop_last=True)` leaves such a batch out"
-                )
+        """Describe the first difference of containers."""
+        # In order, unlike the members of a set.
+        mine, theirs = dict.fromkeys(self._paths), dict.fromkeys(other._paths)
         if missing := next((path for path in mine if path not in theirs), ""):
             return f"containers changed: `{missing}` is missing"
         if added := next((path for path in theirs if path not in mine), ""):
@@ -305,22 +298,6 @@ class Signature:
 
     def __str__(self) -> str:
         return ", ".join(f"{path} {_in_words(leaf)}" for path, leaf in self._described())
-
-
-def _other_lengths(mine: Any, theirs: Any) -> Iterator[tuple[int, int] | None]:
-    """The lengths of lists that differ between two structures, in pairs; None for another difference."""
-    if mine is None or theirs is None:
-        if mine is not theirs:
-            yield None
-        return
-    (kind, keys, parts), (other_kind, other_keys, other_parts) = mine, theirs
-    if kind is not other_kind or (keys != other_keys and not issubclass(kind, (list, tuple))):
-        yield None
-        return
-    if keys != other_keys:
-        yield keys, other_keys
-    for part, other in zip(parts, other_parts, strict=False):
-        yield from _other_lengths(part, other)
 
 
 def _computed(reads: HostReads, path: str, value: Any) -> Iterator[_Counted]:
