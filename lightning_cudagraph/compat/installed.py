@@ -1,11 +1,11 @@
-"""Checks of the installed packages at import: presence, versions, builds."""
+"""Checks of the installed packages: presence and versions at import, and a torch without CUDA."""
 
 from __future__ import annotations
 
 import os
 import re
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,22 +13,15 @@ from pathlib import Path
 PACKAGE_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 _OLDEST = {"torch": (2, 10), "lightning": (2, 6)}
-# Packages with compiled code, which must be of one build with torch.
-_BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 # In which the driver lists GPUs.
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def check_installed() -> None:
-    """Refuse an unusable installation, before an import inside another package fails."""
+    """Refuse versions that are too old, before an import inside another package fails."""
     if find_spec("lightning") is None:
-        beside = (
-            "; `pytorch_lightning` is installed, whose classes are others"
-            if find_spec("pytorch_lightning") is not None
-            else ""
-        )
         raise ImportError(
-            f"`lightning_cudagraph` needs the package `lightning` (2.6 or newer){beside}. `pip install"
+            "`lightning_cudagraph` needs the package `lightning` (2.6 or newer). `pip install"
             " lightning`, and import `Trainer` with `from lightning.pytorch import Trainer`.",
             name="lightning",
         )
@@ -41,17 +34,6 @@ def check_installed() -> None:
                 f" Install it with `pip install '{package}>={wanted}'`.",
                 name=package,
             )
-    try:
-        import_module("lightning.pytorch")
-    except (ImportError, RuntimeError, OSError) as error:  # which one depends on what does not fit
-        if (culprit := _named_package(str(error))) is None:
-            raise
-        raise ImportError(
-            f"`import lightning.pytorch` fails in {culprit}, which was built for another torch than"
-            f" {_version_of('torch')}: {str(error).splitlines()[0]}. Install both for CUDA or both for"
-            f" the CPU, from one index, or remove it with `pip uninstall {culprit.split()[0]}`.",
-            name=culprit.split()[0],
-        ) from error
 
 
 def gpu_without_cuda(built_for: str | None, hip: str | None) -> str:
@@ -73,14 +55,3 @@ def _version_of(package: str) -> str:
     if package == "torch":  # has its build in the version, and may be installed without metadata
         return str(import_module("torch").__version__)
     return version(package)
-
-
-def _named_package(said: str) -> str | None:
-    """The package that an error message names, with its version; None if it names none."""
-    for package in _BUILT_FOR_TORCH:
-        if package in said:
-            try:
-                return f"{package} {version(package)}"
-            except PackageNotFoundError:
-                return package
-    return None
