@@ -393,24 +393,6 @@ def test_the_first_steps_overflow(tmp_path: Path, accelerator: str) -> None:
     assert graph.counts.recaptures == ()
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_fused_sgd_does_not_use_buffers_that_nobody_wrote(tmp_path: Path, accelerator: str) -> None:
-    """torch's own would, if the very first step overflows; so it is held against the foreach form."""
-
-    def fused(p: Any) -> O.Optimizer:
-        return O.SGD(p, lr=1e-2, momentum=0.9, fused=True)
-
-    def foreach(p: Any) -> O.Optimizer:
-        return O.SGD(p, lr=1e-2, momentum=0.9, foreach=True)
-
-    kwargs: dict[str, Any] = {"init_scale": 2.0**26, "max_epochs": 4}
-    one, _ = run(tmp_path / "a", accelerator, lambda: Overflows(fused), CUDAGraphCallback(), **kwargs)
-    other, _ = run(tmp_path / "b", accelerator, lambda: Overflows(foreach), None, **kwargs)
-    for name, value in other.final["weights"].items():
-        torch.testing.assert_close(one.final["weights"][name], value, rtol=1e-4, atol=1e-5)
-
-
 class ChangesTheScaler(Overflows):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)

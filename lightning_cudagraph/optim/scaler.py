@@ -128,10 +128,6 @@ class PreparedScaler:
             needed_steps = 2 if is_compiled(optimizer.step) else 1
             if self._applied_steps[id(optimizer)] >= needed_steps:
                 self._applied.add(id(optimizer))
-        elif not self._applied_steps[id(optimizer)] and getattr(
-            optimizer, "_step_supports_amp_scaling", False
-        ):
-            _forget_buffers_never_written(optimizer)
 
     def pending(self) -> bool:
         """True if gradients have been unscaled since the last update of the scaler."""
@@ -150,14 +146,3 @@ class PreparedScaler:
 def _overflowed(state: dict[str, Any]) -> Tensor:
     # One device, so one flag: 0 or 1.
     return next(iter(state["found_inf_per_device"].values()))  # type: ignore[no-any-return]
-
-
-def _forget_buffers_never_written(optimizer: Optimizer) -> None:
-    """Delete momentum buffers of fused SGD when its very first step overflows.
-
-    It allocates them uninitialised for a kernel that then writes nothing (torch/optim/sgd.py,
-    `_fused_sgd`), and the next step would read them.
-    """
-    if isinstance(optimizer, torch.optim.SGD):
-        for state in optimizer.state.values():
-            state.pop("momentum_buffer", None)

@@ -232,8 +232,6 @@ _OPTIMIZERS = (
         "torch.optim.optimizer", "_global_optimizer_pre_hooks _global_optimizer_post_hooks", CAPTURES
     ),
     PrivateName("torch.optim.SGD._init_group", (CAPTURES,)),
-    # Only fused optimizers have it.
-    PrivateName("torch.optim.SGD._step_supports_amp_scaling"),
     PrivateName("torch.optim.adam._get_capturable_supported_devices", (CAPTURABLE_ON_CPU,), accepts()),
     members(
         "torch.amp.GradScaler",
