@@ -18,10 +18,8 @@ from lightning_cudagraph import CaptureError
 from lightning_cudagraph.checks.walk.host_generators import generator_state
 from lightning_cudagraph.device.generators import Generators
 from lightning_cudagraph.device.host_work import HostInput, HostWork, host_work_of
-from lightning_cudagraph.device.refusals.first_refusal import first_refusal_kept
 from lightning_cudagraph.device.sentry.host_ops import INPUT_BYTES
-from lightning_cudagraph.device.sentry.op_rewrites import HostMemory, RewritingSentry
-from lightning_cudagraph.device.sentry.sentry import FunctionSentry
+from lightning_cudagraph.device.sentry.op_rewrites import Constants, HostMemory, RewritingSentry
 
 META = torch.device("meta")
 Step = Callable[..., Any]
@@ -60,7 +58,8 @@ class Captured:
         self.queue = Queue()
         self.work = [HostWork()]
         self.generators = Generators("meta", torch.Generator())
-        sentry = RewritingSentry(self.generators, Memory(), host_input=self.queue, device_type="meta")
+        memory = Memory()
+        sentry = RewritingSentry(self.generators, memory, host_input=self.queue, device_type="meta")
         self.host = sentry.host_ops
         seen = generator_state(torch.default_generator)
         assert seen is not None
@@ -68,13 +67,10 @@ class Captured:
         with (
             host_work_of(self.work),
             self.host.draws.hidden(),
-            FunctionSentry("meta"),
-            sentry,
-            first_refusal_kept(),
+            sentry.watching(Constants(memory)),
         ):
             self.result = step()
             self.is_refused = seen[0]() != before  # by the audit
-            sentry.end()
         assert seen[0]() == before
         self.host.register(self.generators)
 
