@@ -45,7 +45,6 @@ from lightning_cudagraph.trainer.training.captured_step.compiled_step import (
 )
 from lightning_cudagraph.trainer.training.captured_step.optimizer_part import OptimizerPart
 from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
-from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
 from lightning_cudagraph.trainer.training.fast_path import FastPath
 from lightning_cudagraph.trainer.training.run import TrainingRun
 from lightning_cudagraph.trainer.training.steps import TrainingSteps
@@ -90,7 +89,6 @@ class GraphedTraining:
         )
         self._times.host.waits.append(lambda: self._part.optimizer.outcomes.waited_s)
         run = self._run = TrainingRun(trainer, module, backend, settings, self._times, self._part)
-        self._recorder = Recorder(run)
         context = RunContext(
             backend,
             settings,
@@ -112,7 +110,7 @@ class GraphedTraining:
             run.guards,
             lambda: self._part.is_settled() and run.hooks.is_settled(),
         )
-        self._steps = TrainingSteps(run, self._engine, self._recorder)
+        self._steps = TrainingSteps(run, self._engine)
         # Last, because it changes the optimizer: nothing after it may fail.
         self._part.prepare(trainer.optimizers[0])
 
@@ -223,7 +221,7 @@ class GraphedTraining:
             *self.notes,
             *self._run.metrics.notes,
         ]
-        untimed = self._recorder.untimed
+        untimed = self._run.untimed or {}
         is_timed = self._run.settings.timings is not None
         if is_timed and is_step_compiled(self._module):
             untimed = untimed | {"layers": "the step is compiled as a whole"}

@@ -26,6 +26,9 @@ class TrainingRun(CapturedRun):
     Attributes:
         optimization: the loop's own automatic optimization.
         is_in_step: a step is under way; hooks inside the step see that.
+        untimed: layers and stages that no captured timed step has times of, with the reason; None until
+            one was captured.
+        with_gradients: the ids of parameters that had gradients at the end of a warm-up step.
     """
 
     times: RunTimes
@@ -34,6 +37,8 @@ class TrainingRun(CapturedRun):
     hooks: InnerHooks = field(init=False)
     shown: ShownValues = field(init=False, default_factory=ShownValues)
     is_in_step: bool = field(init=False, default=False)
+    untimed: dict[str, str] | None = field(init=False, default=None)
+    with_gradients: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.optimization = self.trainer.fit_loop.epoch_loop.automatic_optimization

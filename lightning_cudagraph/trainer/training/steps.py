@@ -33,14 +33,12 @@ from lightning_cudagraph.compat.attributes import setting
 from lightning_cudagraph.compat.method_patches import MethodPatch, Original, patch_method
 from lightning_cudagraph.compat.names.lightning_names import _AutomaticOptimization
 from lightning_cudagraph.errors import CUDAGraphError, UnsupportedError
-from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
 from lightning_cudagraph.tensors.batch import map_leaves
 from lightning_cudagraph.tensors.host_values import copied_output
 from lightning_cudagraph.timing.readings.step_time import Plain
 from lightning_cudagraph.trainer.training.captured_step.compiled_step import uncompiled
-from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepBody, StepOutputs
-from lightning_cudagraph.trainer.training.captured_step.recording import Recorder
-from lightning_cudagraph.trainer.training.captured_step.training_step import TrainingStep
+from lightning_cudagraph.trainer.training.captured_step.recorded_step import StepOutputs
+from lightning_cudagraph.trainer.training.captured_step.training_step import TrainingStep, returned_none
 from lightning_cudagraph.trainer.training.closures import GraphClosure
 from lightning_cudagraph.trainer.training.conditions import MAKE_CLOSURE, OF_OPTIMIZATION, TRANSFER
 from lightning_cudagraph.trainer.training.hooks.user_hooks import batches_unseen, is_known
@@ -60,7 +58,7 @@ class TrainingSteps:
         n_apart: the batches whose closure was called before the optimizer was stepped, without it.
     """
 
-    def __init__(self, run: TrainingRun, engine: StepEngine[StepOutputs], recorder: Recorder) -> None:
+    def __init__(self, run: TrainingRun, engine: StepEngine[StepOutputs]) -> None:
         self._run = run
         # Read in every replay, so held directly.
         self._trainer = run.trainer
@@ -72,7 +70,6 @@ class TrainingSteps:
         self._engine = engine
         self._graphs = engine.graphs
         run.times.on_other_rate = engine.graphs.clear_plain
-        self._recorder = recorder
         self._plain = PlainSteps(run.trainer, run.backend, run.settings)
         self._n_without_loss = 0  # warm-up steps, in a row
         self.phase = Phase.EAGER
@@ -224,14 +221,11 @@ class TrainingSteps:
                 is_next_due = self._clock.is_due(run.steps_before + 1)
                 self._clock.ended(None, step_number(run.trainer), is_next_due)
             return result
-        body = StepBody(
-            closure,
-            lambda inner: self._eager_step(optimizer, inner, model, **kwargs),
-            part.optimizer,
-            True,
-            lambda capturing: part.arithmetic(optimizer, capturing),
-        )
-        return self._take(body, eagerly)
+
+        def do(inner: GraphClosure) -> Any:
+            return self._eager_step(optimizer, inner, model, **kwargs)
+
+        return self._take(closure, do, True, eagerly)
 
     def _plainly(self, plain: Plain, eagerly: Callable[[], R]) -> R:
         """Do a warm-up step that is not watched, to measure the eager step time."""
@@ -263,8 +257,7 @@ class TrainingSteps:
             if kind is not Plain.NOT:
                 return self._plainly(kind, eagerly)
         # The optimizer steps eagerly after the replay, or not at all on this batch.
-        optimizer = EagerOptimizer(self._part.optimizer.optimizer)
-        return self._take(StepBody(closure, lambda inner: inner(), optimizer, False), eagerly)
+        return self._take(closure, lambda inner: inner(), False, eagerly)
 
     def is_plain(self) -> bool:
         """True if no user code is called between a batch's arrival and its replay."""
@@ -302,7 +295,6 @@ class TrainingSteps:
             numbers=self._run.numbers.of(batch_idx),
             eager_reason=self._replicas.eager_reason(accumulation),
             training=self._run,
-            recorder=self._recorder,
             batch_idx=batch_idx,
         )
         if accumulation.steps:
@@ -352,12 +344,20 @@ class TrainingSteps:
         loss = outputs.loss.clone() if loss is None else loss
         return {"loss": loss, **map_leaves(outputs.extra, copied_output)}
 
-    def _take(self, body: StepBody, eagerly: Callable[[], R]) -> R | Tensor:
-        """Do a step with one of Lightning's closures: eagerly, by capture, or by replay."""
-        run, closure = self._run, body.closure
-        accumulation = AccumulationPhase(
-            closure.drops_gradients, body.has_optimizer, self._replicas.syncs
-        )
+    def _take(
+        self,
+        closure: GraphClosure,
+        do: Callable[[GraphClosure], object],
+        steps: bool,
+        eagerly: Callable[[], R],
+    ) -> R | Tensor:
+        """Do a step with one of Lightning's closures: eagerly, by capture, or by replay.
+
+        Args:
+            steps: the optimizer steps in it.
+        """
+        run = self._run
+        accumulation = AccumulationPhase(closure.drops_gradients, steps, self._replicas.syncs)
         run.hooks.watch(closure, self._part.optimizer.optimizer)
         run.logs.settle()
         returned: list[R] = []
@@ -368,9 +368,9 @@ class TrainingSteps:
             numbers=run.numbers.of(closure.batch_idx),
             eager_reason=self._replicas.eager_reason(accumulation),
             training=run,
-            recorder=self._recorder,
             batch_idx=closure.batch_idx,
-            body=body,
+            closure=closure,
+            do=do,
             eagerly=lambda: returned.append(eagerly()),
         )
         verifier, checked = self._engine.verifier, self._engine.verifier.checked
@@ -407,7 +407,7 @@ class TrainingSteps:
             self._n_without_loss = 0
             return
         self._n_without_loss += 1
-        error = self._recorder.returned_none()
+        error = returned_none(self._run.module)
         assert step.signature is not None
         if not self._engine.refuses_alone(step.signature, error) and (
             self._n_without_loss >= self._run.settings.warmup_steps

@@ -1,15 +1,13 @@
-"""The captured part of a training step, and its static outputs: loss, logs, graph breaks."""
+"""The static outputs of a training step: loss, logs, graph breaks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_cudagraph.optim.eager_optimizer import EagerOptimizer
 from lightning_cudagraph.tensors.batch import compared_outputs, map_leaves
 from lightning_cudagraph.tensors.host_values import held
 from lightning_cudagraph.tensors.local import local
@@ -73,21 +71,3 @@ class StepOutputs:
             part = f" (part {index + 1})" if self.breaks else ""
             found |= {f"{name}{part}": value for name, value in logs.values().items()}
         return found | gradients
-
-
-@dataclass
-class StepBody:
-    """The captured part of a step.
-
-    Attributes:
-        closure: Lightning's own, of the batch.
-        run: runs the step with a closure.
-        has_optimizer: the optimizer steps in it.
-        arithmetic: context around the step; its argument is True in a capture.
-    """
-
-    closure: GraphClosure
-    run: Callable[[GraphClosure], object]
-    optimizer: EagerOptimizer
-    has_optimizer: bool
-    arithmetic: Callable[[bool], AbstractContextManager[None]] = lambda capturing: nullcontext()
