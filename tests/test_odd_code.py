@@ -15,7 +15,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.loops.optimization.automatic import (
+    Closure,
+    ClosureResult,
+    _AutomaticOptimization,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -759,15 +763,32 @@ class MakesClosures(Callback):
         optimization._make_closure = own
 
 
-def test_closures_of_user_code_are_called(tmp_path: Path, accelerator: str) -> None:
+class Skips(Callback):
+    """A callback with an automatic optimization of its own, which leaves out every third batch."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        class Own(_AutomaticOptimization):
+            def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
+                left_out = batch_idx % 3 == 2
+                return {} if left_out else super().run(optimizer, batch_idx, kwargs)
+
+        trainer.fit_loop.epoch_loop.automatic_optimization = Own(trainer)
+
+
+@pytest.mark.parametrize("kind", [MakesClosures, Skips])
+def test_the_automatic_optimization_of_user_code_is_called(
+    tmp_path: Path, accelerator: str, kind: type[Callback]
+) -> None:
     def fit(name: str, callback: CUDAGraphCallback | None = None) -> Trace:
-        callbacks = (MakesClosures(),)
+        callbacks = (kind(),)
         folder = tmp_path / name
         return train(make(Net), folder, callback, callbacks=callbacks, accelerator=accelerator)
 
     graph = fit("graph", CUDAGraphCallback())
     assert_same(fit("plain"), graph)
-    assert "without one of Lightning's closures" in str(graph.summary)
+    is_captured = kind is Skips
+    assert ("without one of Lightning's closures" in str(graph.summary)) is not is_captured
+    assert (graph.counts.replayed > 0) is is_captured
 
 
 @pytest.mark.long
