@@ -66,14 +66,22 @@ class Arguments:
 
 @dataclass
 class StepResult:
-    """The result of a captured function: static tensors, and after-replay work."""
+    """The result of a captured function: static tensors, and after-replay work.
+
+    Attributes:
+        what: what the function returns, in words.
+        host_notes: the calls that follow each replay.
+        logged: returns the values that the function logs, by their names in messages.
+    """
 
     returned: Any
+    what: str
     gradients: dict[str, nn.Parameter]
     host_notes: list[Callable[[], object]]
+    logged: Callable[[], dict[str, Tensor]] = dict
 
     def values(self) -> dict[str, Tensor]:
-        named = compared_outputs(map_leaves(self.returned, held), "the output")
+        named = {**self.logged(), **compared_outputs(map_leaves(self.returned, held), self.what)}
         for name, parameter in self.gradients.items():
             if parameter.grad is not None:
                 named[f"the gradient of `{name}`"] = local(parameter.grad)
@@ -204,7 +212,7 @@ class StepRecorder:
         drops, adds = gradient_effects.parameters()
         touched = {id(parameter) for parameter in (*drops, *adds)}
         gradients = {name: p for name, p in self.parameters().items() if id(p) in touched}
-        return StepResult(returned, gradients, host_notes)
+        return StepResult(returned, "the output", gradients, host_notes)
 
     @contextmanager
     def undone(self) -> Iterator[None]:

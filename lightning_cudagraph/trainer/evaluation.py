@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,21 +33,16 @@ from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.cuda.capture_errors import NO_TIMINGS_OR_USE
 from lightning_cudagraph.errors import CaptureError, Wording
+from lightning_cudagraph.graphed_step.record import StepResult
 from lightning_cudagraph.processes.agreement import Agreement
-from lightning_cudagraph.tensors.batch import (
-    compared_outputs,
-    map_leaves,
-    refuse_odd_outputs,
-)
-from lightning_cudagraph.tensors.host_values import as_output, copied_output, held
-from lightning_cudagraph.tensors.recomputed import Recomputed
+from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
+from lightning_cudagraph.tensors.host_values import as_output, copied_output
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.trainer.common.captured_run import CapturedRun, announce, gradients_kept
 from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.config.support import Stage, check_evaluation
-from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.metrics.calls import Later
 
 # The one accumulation phase: evaluation has no gradients.
@@ -60,25 +56,8 @@ _NO_INFERENCE_MODE = {
 }
 
 
-@dataclass
-class _Outputs:
-    """The static outputs of a captured evaluation step.
-
-    Attributes:
-        what: what the step returns, in words.
-    """
-
-    returned: Any
-    what: str
-    logs: LoggedStep
-    recomputed: list[Recomputed]
-
-    def values(self) -> dict[str, Tensor]:
-        return {**self.logs.values(), **compared_outputs(map_leaves(self.returned, held), self.what)}
-
-
 @dataclass(kw_only=True, eq=False)
-class EvaluationStep(Step[_Outputs]):
+class EvaluationStep(Step[StepResult]):
     """The step of one batch.
 
     Attributes:
@@ -95,14 +74,14 @@ class EvaluationStep(Step[_Outputs]):
     others: dict[Any, tuple[str, str]]
     returned: list[Any] = field(default_factory=list)
 
-    def refresh(self, outputs: _Outputs | None) -> None:
+    def refresh(self, outputs: StepResult | None) -> None:
         self.evaluation.metrics.state.adopt()
 
     def run(self) -> None:
         with self.evaluation.logs.noted():
             self.returned.append(self.eagerly(self.batch, *self.indices))
 
-    def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> _Outputs:
+    def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
         run, signature, indices = self.evaluation, self.signature, self.indices
         trainer, capturing = run.trainer, cut is not None
         called = (trainer.strategy, trainer.precision_plugin)
@@ -128,7 +107,9 @@ class EvaluationStep(Step[_Outputs]):
         logged = run.logs.finished(parts.events, signature, capturing)
         what = f"the output of `{self.name}`"
         refuse_odd_outputs(returned, what)
-        return _Outputs(map_leaves(returned, self._detached), what, logged, parts.recomputed)
+        notes: list[Callable[[], object]] = [attribute.hand_over for attribute in parts.recomputed]
+        notes += [run.replicas.evaluated, partial(logged.hand_over, trainer)]
+        return StepResult(map_leaves(returned, self._detached), what, {}, notes, logged.values)
 
     def _leaves_gradients(self, name: str) -> CaptureError:
         """The error for a step that changes a gradient, which belongs to the training graphs."""
@@ -199,7 +180,7 @@ class GraphedEvaluation:
             agreement=agreement,
             tries_streams_together=True,
         )
-        self._engine: StepEngine[_Outputs] = StepEngine(context, run.guards)
+        self._engine: StepEngine[StepResult] = StepEngine(context, run.guards)
 
     @property
     def stage_name(self) -> str:
@@ -257,10 +238,8 @@ class GraphedEvaluation:
         if outputs is None:
             shards.note_gathered()
             return step.returned[0]
-        for attribute in outputs.recomputed:
-            attribute.hand_over()
-        run.replicas.evaluated()
-        outputs.logs.hand_over(self._trainer)
+        for note in outputs.host_notes:
+            note()
         run.metrics.state.count_references()
         # Copies: Lightning keeps predictions, and the next replay overwrites static outputs.
         return map_leaves(outputs.returned, copied_output)

@@ -16,7 +16,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 from torch.amp import GradScaler
 
 from lightning_cudagraph.capture.gradients.lost_gradients import LostGradients
@@ -54,7 +53,6 @@ from lightning_cudagraph.trainer.common.host_rules import host_rules
 from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS, StepNumbers
 from lightning_cudagraph.trainer.config.settings import Settings
-from lightning_cudagraph.trainer.logs.logged_step import LoggedStep
 from lightning_cudagraph.trainer.logs.recorder import Logs
 from lightning_cudagraph.trainer.manual.frameworks import OWN_OF_TOGGLING, ManualOptimization
 from lightning_cudagraph.trainer.manual.schedulers import (
@@ -267,16 +265,6 @@ def _checked(leaf: Any) -> Any:
     return as_output(leaf)
 
 
-@dataclass
-class _LoggedResult(StepResult):
-    """The result of a captured step, with the values that it logged."""
-
-    logged: LoggedStep
-
-    def values(self) -> dict[str, Tensor]:
-        return {**self.logged.values(), **super().values()}
-
-
 class _ManualRecorder(StepRecorder):
     """Recorder of a `training_step`, with what it logs."""
 
@@ -330,9 +318,9 @@ class _ManualRecorder(StepRecorder):
         ):
             result = super().record(batch, arguments, gradient_effects, guards, capturing)
         logged = logs.finished(events, gradient_effects, capturing)
-        notes: list[Callable[[], object]] = [*result.host_notes]
-        notes.append(partial(logged.hand_over, trainer))
-        return _LoggedResult(result.returned, result.gradients, notes, logged)
+        result.host_notes.append(partial(logged.hand_over, trainer))
+        result.logged = logged.values
+        return result
 
     @contextmanager
     def undone(self) -> Iterator[None]:
