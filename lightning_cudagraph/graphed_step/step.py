@@ -37,6 +37,7 @@ from lightning_cudagraph.graphed_step.record import StepFunction
 from lightning_cudagraph.graphed_step.replicas import StepReplicas
 from lightning_cudagraph.graphed_step.run import StepRun
 from lightning_cudagraph.graphed_step.wording import WORDING
+from lightning_cudagraph.processes.agreement import made_by_all
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.processes.shards import sharded_modules
 from lightning_cudagraph.timing.output.summary import RunSummary
@@ -306,24 +307,13 @@ class GraphedStep(Generic[P, R]):
     def _started(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
         """Start a run, if all processes can start the same one."""
         processes = self._join()
-        run: StepRun | None = None
-        refused: UnsupportedError | None = None
-        try:
-            run = self._made(args, kwargs)
-        except UnsupportedError as error:
-            refused = error
-        try:
+
+        def compare(run: StepRun | None, refused: UnsupportedError | None) -> None:
             if processes is not None:
                 processes.compare(self._given, refused)
                 processes.start()
-        except BaseException:
-            if run is not None:
-                run.close()
-            raise
-        if refused is not None:
-            raise refused
-        assert run is not None
-        return run
+
+        return made_by_all(lambda: self._made(args, kwargs), compare)
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRun:
         """Make the run of this process."""

@@ -7,11 +7,22 @@ decision from all votes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
+from lightning_cudagraph.errors import UnsupportedError
+
 T = TypeVar("T")
+
+
+class Closeable(Protocol):
+    """An object that is released by `close`."""
+
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closeable)
 
 
 class Intent(IntEnum):
@@ -43,6 +54,33 @@ class Alone:
 
     def gather(self, mine: T) -> list[T]:
         return [mine]
+
+
+def made_by_all(
+    make: Callable[[], C], compare: Callable[[C | None, UnsupportedError | None], object]
+) -> C:
+    """Make an object in all processes, or in none.
+
+    Args:
+        compare: takes the object, or what refuses it here, and raises an error if another process has
+            none; the object is closed then.
+    """
+    made: C | None = None
+    refused: UnsupportedError | None = None
+    try:
+        made = make()
+    except UnsupportedError as error:
+        refused = error
+    try:
+        compare(made, refused)
+    except BaseException:
+        if made is not None:
+            made.close()
+        raise
+    if refused is not None:
+        raise refused
+    assert made is not None
+    return made
 
 
 def of_ranks(reasons: Iterable[str | None]) -> str:

@@ -14,16 +14,12 @@ from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend import Backend
 from lightning_cudagraph.device.backend_for import backend_for
 from lightning_cudagraph.errors import UnsupportedError
-from lightning_cudagraph.processes.agreement import Agreement
+from lightning_cudagraph.processes.agreement import made_by_all
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.processes.shards import sharded_modules
 from lightning_cudagraph.trainer.captured_modules.fallback import Fallback
 from lightning_cudagraph.trainer.captured_modules.training import ModulesTraining
-from lightning_cudagraph.trainer.common.fit_processes import (
-    EvaluationProcesses,
-    FitProcesses,
-    wrapped_on_side_stream,
-)
+from lightning_cudagraph.trainer.common.fit_processes import FitProcesses, wrapped_on_side_stream
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.config.support import Stage, check_run
 from lightning_cudagraph.trainer.evaluation import GraphedEvaluation
@@ -79,9 +75,8 @@ class CapturedRuns:
         """Begin the captured training of a `fit`, if all its processes can have the same."""
         processes = self.processes
         assert processes is not None
-        training: Training | None = None
-        refused: UnsupportedError | None = None
-        try:
+
+        def make() -> Training:
             is_modules = settings.scope == "modules"
             has_modules = is_modules or (bool(settings.modules) and not settings.is_examined)
             check_run(trainer, module, is_whole=not has_modules)
@@ -89,23 +84,17 @@ class CapturedRuns:
                 check_nccl(trainer.strategy.root_device)
             backend = self.backend(trainer, asked["backend"])
             modules = ModulesTraining(trainer, module, backend, settings) if has_modules else None
-            training = (
-                modules if is_modules else self._widest(trainer, module, backend, settings, modules)
-            )
-        except UnsupportedError as error:
-            refused = error
-        try:
+            if is_modules:
+                assert modules is not None
+                return modules
+            return self._widest(trainer, module, backend, settings, modules)
+
+        def compare(training: Training | None, refused: UnsupportedError | None) -> None:
             processes.compare(asked, refused)
             if isinstance(training, GraphedTraining) and processes.agreement is not None:
                 training.agree(processes.agreement)
-        except BaseException:
-            if training is not None:
-                training.close()
-            raise
-        if refused is not None:
-            raise refused
-        assert training is not None
-        self.training = training
+
+        self.training = training = made_by_all(make, compare)
         save = Original(trainer.strategy, "save_checkpoint")
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
@@ -176,27 +165,19 @@ class CapturedRuns:
         if self.evaluation is not None:
             return
         processes = self._voting(trainer) if sharded_modules(trainer.strategy.model) else None
-        agreement: Agreement | None = None
-        evaluation: GraphedEvaluation | None = None
-        refused: UnsupportedError | None = None
-        try:
-            if processes is not None and processes.agreement is not None:
+        agreement = None if processes is None else processes.agreement
+
+        def make() -> GraphedEvaluation:
+            if agreement is not None:
                 check_nccl(trainer.strategy.root_device)
-                agreement = EvaluationProcesses(processes)
             found = self.backend(trainer, asked["backend"])
-            evaluation = GraphedEvaluation(trainer, module, found, settings, stage, agreement)
-        except UnsupportedError as error:
-            refused = error
-        try:
+            return GraphedEvaluation(trainer, module, found, settings, stage, agreement)
+
+        def compare(evaluation: GraphedEvaluation | None, refused: UnsupportedError | None) -> None:
             if processes is not None:
-                processes.compare_evaluations(asked, refused)
-        except BaseException:
-            if evaluation is not None:
-                evaluation.close()
-            raise
-        if refused is not None:
-            raise refused
-        self.evaluation = evaluation
+                processes.compare(asked, refused)
+
+        self.evaluation = made_by_all(make, compare)
 
     def _voting(self, trainer: pl.Trainer) -> FitProcesses:
         """The processes, which vote: those of a `fit` with graphs, or of evaluations alone."""

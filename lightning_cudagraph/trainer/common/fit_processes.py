@@ -88,10 +88,6 @@ def wrapped_on_side_stream(strategy: Strategy, backend: Backend, patches: ExitSt
     patch_method(strategy, "_setup_model", wrap, patches)
 
 
-def _labelled(arguments: Mapping[str, Any]) -> dict[str, str]:
-    return {f"argument `{name}`": repr(value) for name, value in arguments.items()}
-
-
 def _at(where: int) -> str:
     ready, place = divmod(where, len(_PLACES))
     return _PLACES[place].format(ready - 1)
@@ -127,6 +123,7 @@ class FitProcesses:
         self._patches = ExitStack()
         self._peers: Peers | None = None
         self._votes = False
+        self._evaluated = 0  # batches of all evaluations
         self._sigterm = False
         self._all_end = False  # because of a SIGTERM that all processes know of
         if trainer.world_size > 1 and dist.is_initialized():
@@ -147,19 +144,14 @@ class FitProcesses:
         return None if peers is None else SharedRun(f"graphs/{peers.number}", lambda: peers.waited_s)
 
     def compare(self, arguments: Mapping[str, Any], refused: UnsupportedError | None = None) -> None:
+        """Compare the processes as training or an evaluation begins; refuse graphs if one has none."""
         if self._peers is None:
             return
-        asked = _labelled(arguments)
-        asked["number of training batches"] = str(self._trainer.num_training_batches)
-        asked["`Trainer(accumulate_grad_batches=...)`"] = str(self._trainer.accumulate_grad_batches)
+        asked = {f"argument `{name}`": repr(value) for name, value in arguments.items()}
+        if self._trainer.training:
+            asked["number of training batches"] = str(self._trainer.num_training_batches)
+            asked["`Trainer(accumulate_grad_batches=...)`"] = str(self._trainer.accumulate_grad_batches)
         self._peers.compare(asked, refused)
-
-    def compare_evaluations(
-        self, arguments: Mapping[str, Any], refused: UnsupportedError | None
-    ) -> None:
-        """Compare arguments, and refuse graphs of evaluations if one process has none."""
-        if self._peers is not None:
-            self._peers.compare(_labelled(arguments), refused)
 
     def install(self) -> None:
         """Vote before each step from now on."""
@@ -198,21 +190,24 @@ class FitProcesses:
 
     def end_epoch(self) -> None:
         """Vote at the end of an epoch: the last chance to do so in a run."""
-        self.vote_at(_EPOCH_END)
+        self._vote_at(_EPOCH_END)
 
     def begin_validation(self) -> None:
         """Vote before a validation, which may launch its own collectives."""
-        self.vote_at(_VALIDATION)
+        self._vote_at(_VALIDATION)
 
     def vote(self, intent: Intent) -> tuple[Intent, Intent]:
-        return self.vote_at(_STEP, intent)
+        if self._trainer.training:
+            return self._vote_at(_STEP, intent)
+        self._evaluated += 1
+        return self._vote_at(_EVALUATION, intent, self._evaluated)
 
     def gather(self, mine: T) -> list[T]:
         """Gather an object of each process; see `Agreement`."""
         assert self._peers is not None
         return self._peers.gather(mine)
 
-    def vote_at(
+    def _vote_at(
         self, place: int, intent: Intent = Intent.REPLAY, ready: int | None = None
     ) -> tuple[Intent, Intent]:
         """Vote at a place, after so many batches: by default, those of the epoch."""
@@ -263,19 +258,3 @@ class FitProcesses:
         if not self._sigterm and isinstance(strategy, DDPStrategy) and strategy.launcher is not None:
             strategy.launcher.kill(signum)
         self._sigterm = True
-
-
-class EvaluationProcesses:
-    """The `Agreement` of the processes of a run on the batches of its evaluations."""
-
-    def __init__(self, processes: FitProcesses) -> None:
-        self._processes = processes
-        self._batches = 0
-
-    def vote(self, intent: Intent) -> tuple[Intent, Intent]:
-        self._batches += 1
-        return self._processes.vote_at(_EVALUATION, intent, self._batches)
-
-    def gather(self, mine: T) -> list[T]:
-        """Gather an object of each process; see `Agreement`."""
-        return self._processes.gather(mine)
