@@ -170,17 +170,6 @@ class NumpyRandom(Net):
         return super().training_step(batch, batch_idx)["loss"] * (1 + float(np.random.rand()))
 
 
-class PythonNumberLogged(Net):
-    batches = 0
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.batches += 1
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("batches", float(self.batches))  # BAD
-        return super().training_step(batch, batch_idx)["loss"]
-
-
 class _ReadsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -228,7 +217,6 @@ BAD: dict[type[Net], str] = {
     Rebound: "`mean_loss` of the `Rebound`",
     PythonRandom: "`random`",
     NumpyRandom: "`numpy.random`",
-    PythonNumberLogged: "Python number given to `self.log('batches', ...)` in `training_step`",
     BackwardItem: "`.item()`",
 }
 

@@ -523,7 +523,7 @@ def test_a_number_that_is_read_and_logged_is_one_finding(accelerator: str) -> No
     # A clock that nothing in the step reads may be allowed.
     assert "harmless" not in of["begin"].remedy + of["seconds"].remedy
     assert 'harmless=["time.perf_counter()"]' in of["self.start"].remedy
-    assert "a duration in `on_train_batch_end`" in of['self.log("rate",'].remedy
+    assert "To log it, use `LearningRateMonitor`" in of['self.log("rate",'].remedy
     hook = "(in `on_before_optimizer_step`, a hook that is inside the graph)"
     assert hook in of["self.steps"].what
 

@@ -516,7 +516,6 @@ class WritesInference(Evaluated):
         (UsesIndex, r"read of `batch_idx`.*test_evaluation.py:\d+.*Compare it with plain numbers"),
         (ReturnsIndex, r"read of `batch_idx`.*`on_validation_batch_start`"),
         (Appends, r"The validation step sets or changes `outputs`.*test_evaluation.py:\d+"),
-        (LogsNumber, r"Python number given to `self.log\('number', .*that changes"),
         (ReturnsMetric, r"use of what the metric `by_value` returns"),
     ],
 )
@@ -540,6 +539,15 @@ def test_refused(tmp_path: Path, accelerator: str, cls: type[Net], message: str)
     (reason,) = counts.eager
     assert done.graph.callback is not None
     assert f"9 eager: {reason}" in str(done.graph.callback.summary)
+
+
+@pytest.mark.long
+def test_a_logged_number_that_changes(tmp_path: Path, accelerator: str) -> None:
+    val_loader = loader(seed=1, batches=4, ragged=False)
+    done = row(tmp_path, accelerator, LogsNumber, ours=evaluating, val_loader=val_loader, max_epochs=3)
+    counts = evaluation_of(done.graph)
+    assert counts.captures == 3
+    assert counts.replayed > 0
 
 
 def test_out_of_memory(tmp_path: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:

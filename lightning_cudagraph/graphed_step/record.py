@@ -158,9 +158,6 @@ class StepRecorder:
             self._model, self._optimizers.parameters().values(), unknown=(_UNKNOWN, _PASS_ALL)
         )
 
-    def warmed_up(self, arguments: Arguments, gradient_effects: GradientEffects) -> None:
-        """Note that the last eager call was a warm-up step."""
-
     def run(self, arguments: Arguments) -> Any:
         """Call the function itself, with the arithmetic of a captured step."""
         with self._optimizers.running(capturing=False):

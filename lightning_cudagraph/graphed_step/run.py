@@ -21,7 +21,7 @@ from lightning_cudagraph.capture.context import CaptureSettings, RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.signatures.by_signature import GraphsOfSignature
 from lightning_cudagraph.capture.signatures.sizes import Sizes
-from lightning_cudagraph.capture.steps import AccumulationPhase, Phase
+from lightning_cudagraph.capture.steps import AccumulationPhase
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.guards.guards import GuardedValues, Guards, OutsideModel, Unguarded
 from lightning_cudagraph.checks.guards.hooks import roots_of_comm_hooks
@@ -185,9 +185,7 @@ class StepRun:
         graphs = None if found is None else found[0]
         in_place = evaluates and not step.eager_reason
         with shards.in_place() if in_place else nullcontext():
-            phase, result = self._step(kind, step, graphs)
-        if phase is Phase.WARMING:
-            self._recorder.warmed_up(arguments, kind.gradient_effects)
+            result = self._step(kind, step, graphs)
         if result is None:
             if evaluates:
                 shards.note_gathered()
@@ -198,18 +196,18 @@ class StepRun:
 
     def _step(
         self, kind: Specialization, step: SpecializedStep, graphs: GraphsOfSignature[StepResult] | None
-    ) -> tuple[Phase, StepResult | None]:
+    ) -> StepResult | None:
         """Run a step; what captures read of host values tells which specializations there are."""
         reads, captures = self._reads, self.counts.captures
         version, attributes = reads.version, [*reads.attributes]
         try:
             try:
-                return kind.engine.step(step, graphs)
+                return kind.engine.step(step, graphs)[1]
             except MixedWarmUpError as error:
                 clear_frames(error)
             kind.begin_again()
             step.signature = None
-            return kind.engine.step(step)
+            return kind.engine.step(step)[1]
         finally:
             signature = step.signature  # None after a replay at once
             if self.counts.captures != captures:

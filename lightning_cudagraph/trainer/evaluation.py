@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_cudagraph.capture.context import RunContext
 from lightning_cudagraph.capture.engine import StepEngine
 from lightning_cudagraph.capture.graph import BreakGraph
-from lightning_cudagraph.capture.steps import AccumulationPhase, Phase, Step
+from lightning_cudagraph.capture.steps import AccumulationPhase, Step
 from lightning_cudagraph.checks.audit.calls_without_tensors import MODULES_ALONE
 from lightning_cudagraph.compat.method_patches import Original, patch_method
 from lightning_cudagraph.device.backend import Backend
@@ -78,8 +78,7 @@ class EvaluationStep(Step[StepResult]):
         self.evaluation.metrics.state.adopt()
 
     def run(self) -> None:
-        with self.evaluation.logs.noted():
-            self.returned.append(self.eagerly(self.batch, *self.indices))
+        self.returned.append(self.eagerly(self.batch, *self.indices))
 
     def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
         run, signature, indices = self.evaluation, self.signature, self.indices
@@ -92,7 +91,7 @@ class EvaluationStep(Step[StepResult]):
         with (
             unprofiled(trainer),
             gradients_kept(dict(run.module.named_parameters()), self._leaves_gradients),
-            run.recorded(signature, batch, capturing, other_in_captures=self.others) as parts,
+            run.recorded(signature, capturing, other_in_captures=self.others) as parts,
         ):
             try:
                 returned = self.eagerly(batch, *arguments)
@@ -232,9 +231,7 @@ class GraphedEvaluation:
         shards = run.replicas.shards
         is_eager = step.eager_reason or self._engine.given_up
         with nullcontext() if is_eager else shards.in_place():
-            phase, outputs = self._engine.step(step)
-        if phase is Phase.WARMING:
-            run.logs.warmed_up(step.signature, batch)
+            _, outputs = self._engine.step(step)
         if outputs is None:
             shards.note_gathered()
             return step.returned[0]

@@ -64,18 +64,11 @@ def consumers_of_attribute(where: Location, name: str) -> frozenset[str]:
     return frozenset(found) - {""}
 
 
-def flows_on(where: Location, other: Location | None = None) -> bool:
-    """True for a line that binds what is read further on in its function, or on one other line."""
-    if other is not None and other.path != where.path:
-        return False
+def flows_on(where: Location) -> bool:
+    """True for a line that binds what is read further on in its function."""
     syntax = syntax_of(where)
-    uses = (
-        use
-        for each in syntax
-        if isinstance(each, ast.Assign) and is_on(each, where.line)
-        for use in _uses_of(each, syntax)
-    )
-    return any(other is None or is_on(use, other.line) for use in uses)
+    assigned = (each for each in syntax if isinstance(each, ast.Assign) and is_on(each, where.line))
+    return any(True for each in assigned for _ in _uses_of(each, syntax))
 
 
 def has_window(where: Location) -> bool:

@@ -16,7 +16,6 @@ from itertools import chain
 from typing import Any
 
 from lightning_cudagraph.compat.attributes import OfThread, setting
-from lightning_cudagraph.device.refusals.consumers import flows_on
 from lightning_cudagraph.device.refusals.grouping import grouped
 from lightning_cudagraph.errors import CaptureError, Finding, Location, UnsupportedError
 from lightning_cudagraph.tensors.host_values import names_a_class
@@ -120,14 +119,6 @@ def is_of_receiver(holder: Any) -> bool:
     receivers = [] if _gathered.value is None else _gathered.value.receivers
     groups = (getattr(getattr(each, "optimizer", None), "param_groups", ()) for each in receivers)
     return any(holder is each for each in (*receivers, *chain.from_iterable(groups)))
-
-
-def found_at(where: Location | None) -> bool:
-    """True if something on the same line has been gathered, or on one that binds what it reads."""
-    if _gathered.value is None or where is None:
-        return False
-    lines = (finding.location for finding in _gathered.value.findings)
-    return _gathered.value.has(where) or any(at is not None and flows_on(at, where) for at in lines)
 
 
 @contextmanager

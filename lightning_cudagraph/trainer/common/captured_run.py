@@ -167,7 +167,6 @@ class CapturedRun:
     def recorded(
         self,
         step_kind: Hashable,
-        batch: Any,
         capturing: bool,
         hooks: Callable[[], str] = lambda: "",
         **rules: Any,
@@ -178,7 +177,7 @@ class CapturedRun:
             hooks: returns the hooks at the graph breaks of the step, in words.
         """
         with ExitStack() as stack:
-            events = stack.enter_context(self.logs.recorded(step_kind, batch, capturing))
+            events = stack.enter_context(self.logs.recorded(step_kind, capturing))
             if capturing and self.not_collective is not None and are_several():
                 stack.enter_context(CollectiveRules(*self.not_collective))
             audit: StepAudit | None = None

@@ -8,7 +8,7 @@ with copies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import lightning.pytorch as pl
 import torch
@@ -80,7 +80,13 @@ class LoggedStep:
             (torch.stack([value.reshape(()) for value in members.values()]), list(members))
             for members in by_dtype.values()
         ]
-        logs = [(index, event) for index, event in enumerate(events) if isinstance(event, Log)]
+        self._logs = logs = [(i, event) for i, event in enumerate(events) if isinstance(event, Log)]
+        # Tensors in host memory, which no replay renews.
+        self._on_host = {
+            i: log.value
+            for i, log in logs
+            if i not in values and isinstance(log.value, Tensor) and not isinstance(log.value, Later)
+        }
         self._last_fx = logs[-1][1].fx if logs else None
         # Values that the graph has added to their sums.
         self._added = [(slots[log.key], i, log) for i, log in logs if i in values and log.key in slots]
@@ -88,7 +94,7 @@ class LoggedStep:
         self._others = [(i, event) for i, event in enumerate(events) if i not in indices]
 
     def values(self) -> dict[str, Tensor]:
-        """The logged values and the tensors of metric calls, by their names in messages."""
+        """The logged values, batch sizes and tensors of metric calls, by their names in messages."""
         found: dict[str, Tensor] = {}
         for packed, indices in self._packed:
             for index, value in zip(indices, packed.unbind(), strict=True):
@@ -100,6 +106,12 @@ class LoggedStep:
         for index, event in enumerate(self._events):
             if isinstance(event, MetricCall):
                 found |= {f"{label} (call {index})": value for label, value in event.tensors().items()}
+        for index, log in self._logs:
+            call = f"`self.log({log.name!r}, ...)` in `{log.fx}` (call {index})"
+            if (on_host := self._on_host.get(index)) is not None:
+                found[call] = on_host
+            if isinstance(size := log.kwargs.get("batch_size"), SupportsFloat):
+                found[f"the `batch_size` of {call}"] = torch.tensor(float(size), dtype=torch.float64)
         return found
 
     @property

@@ -8,7 +8,6 @@ own code is called with the copies. Means, sums, progress bar and loggers are as
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import RLock
@@ -21,11 +20,9 @@ from torch import Tensor
 from lightning_cudagraph.capture.graph import outside_inference_mode
 from lightning_cudagraph.compat.method_patches import in_place
 from lightning_cudagraph.compat.names.lightning_names import _ResultCollection
-from lightning_cudagraph.compat.names.torch_names import tree_leaves
 from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.tensors.host_values import value_of
 from lightning_cudagraph.trainer.logs.logged_step import TO_TENSOR, Event, Log, LoggedStep, packed_values
-from lightning_cudagraph.trainer.logs.numbers import LoggedNumbers
 from lightning_cudagraph.trainer.logs.sums import (
     LoggedValue,
     RunningSums,
@@ -41,12 +38,11 @@ from lightning_cudagraph.trainer.metrics.states import StepMetrics
 class _LogRecorder(_ResultCollection):
     """Recorder of logged values; it replaces the loop's results during a capture."""
 
-    def __init__(self, results: _ResultCollection, logged: LoggedNumbers) -> None:
+    def __init__(self, results: _ResultCollection) -> None:
         super().__init__(training=True)
         self.instead_of = results
         self.batch, self.batch_size = results.batch, results.batch_size
         self.events: list[Event] = []
-        self._logged_numbers = logged
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("enable_graph"):
@@ -56,7 +52,6 @@ class _LogRecorder(_ResultCollection):
                 "Leave `enable_graph` out.",
             )
         kwargs = {key: value_of(given) for key, given in kwargs.items()}
-        _note_batch_size(self._logged_numbers, fx, name, kwargs)
         if isinstance(value, Tensor) and not isinstance(value, Later):
             value = converted(value.detach())  # here, because the step's default dtype decides
         self.events.append(Log(fx, name, value, kwargs))
@@ -81,7 +76,6 @@ class Logs:
         self._module = module
         self._metrics = metrics
         self._adds = adds
-        self._numbers = LoggedNumbers()
         self._sums = RunningSums()
         self._sums_of: dict[Hashable, SumsOfStep] = {}
         # The step of the last replays, if nothing has read its values yet, and the number of replays.
@@ -104,35 +98,6 @@ class Logs:
     def _results(self) -> _ResultCollection:
         results: _ResultCollection = self._loop._results
         return results.instead_of if isinstance(results, _LogRecorder) else results
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Context of an eager step, which notes the Python numbers that it logs."""
-        if self._trainer.predicting:  # nothing can be logged
-            yield
-            return
-        results = self._results
-        log, to_tensor = results.log, getattr(self._module, TO_TENSOR)
-        self._numbers.begin_eager()
-
-        def noting_log(fx: str, name: str, *args: Any, **kwargs: Any) -> None:
-            _note_batch_size(self._numbers, fx, name, kwargs)
-            log(fx, name, *args, **kwargs)
-
-        def noting_to_tensor(value: Any, name: str) -> Any:
-            made = to_tensor(value, name)
-            self._note_value(value, made, name)
-            return made
-
-        # Nested: a hook in a training step may call an evaluation step, with patches of its own.
-        with ExitStack() as stack:
-            stack.enter_context(in_place(results, "log", noting_log))
-            stack.enter_context(in_place(self._module, TO_TENSOR, noting_to_tensor))
-            yield
-
-    def warmed_up(self, accumulation: Hashable, batch: Any) -> None:
-        """Count the last eager step as a warm-up step of this kind, on a batch of these shapes."""
-        self._numbers.warmed_up((accumulation, _shapes(batch)))
 
     def begin_transaction(self) -> None:
         """Prepare for the captures of a step, one or several, or for an eager run of it."""
@@ -186,7 +151,7 @@ class Logs:
         self._sums.let_go()
 
     @contextmanager
-    def recorded(self, step_kind: Hashable, batch: Any, capturing: bool) -> Iterator[list[Event]]:
+    def recorded(self, step_kind: Hashable, capturing: bool) -> Iterator[list[Event]]:
         """Context of a step that records logged values, instead of reducing them, and metric calls.
 
         Yields:
@@ -205,21 +170,15 @@ class Logs:
         loop = self._loop
         connector = self._trainer._logger_connector
         results, current_fx = loop._results, connector._current_fx
-        recorder = _LogRecorder(results, self._numbers)
+        recorder = _LogRecorder(results)
         to_tensor = getattr(self._module, TO_TENSOR)
-        if capturing:
-            self._numbers.begin_capture((step_kind, _shapes(batch)))
-        else:
-            self._numbers.begin_rehearsal(step_kind)
 
         def to_device_tensor(value: Any, name: str) -> Any:
             if isinstance(value, Later):
                 return value
             value = value_of(value)
             # A NumPy scalar would be copied to the device; a Python number is a fill, without a copy.
-            made = to_tensor(value.item() if isinstance(value, np.generic) else value, name)
-            self._note_value(value, made, name)
-            return made
+            return to_tensor(value.item() if isinstance(value, np.generic) else value, name)
 
         loop._results = recorder
         try:
@@ -262,7 +221,6 @@ class Logs:
                     "Log the same names in every step.",
                 )
             self._is_first_instance = False
-            self._numbers.captured(step_kind)
         return LoggedStep(events, sums, slots, packed, loss, is_last)
 
     def _with_sizes(
@@ -270,7 +228,7 @@ class Logs:
     ) -> tuple[list[LoggedValue], int | None]:
         """The packed values with their batch sizes, and the size that Lightning finds for the batch."""
         results = self._results
-        finder = _LogRecorder(results, self._numbers)  # so that `results` is not changed
+        finder = _LogRecorder(results)  # so that `results` is not changed
         logged, found = [], None
         for index, value in packed.items():
             event = events[index]
@@ -282,21 +240,3 @@ class Logs:
                 found = finder.batch_size
             logged.append(LoggedValue(event.key, value, size))
         return logged, found
-
-    def _note_value(self, value: Any, made: Tensor, name: str) -> None:
-        words = f"given to `self.log({name!r}, ...)` in `{self._module._current_fx_name}`"
-        if isinstance(value, numbers.Number):
-            self._numbers.note(f"a Python number {words}", value)
-        elif made.device != self._module.device:
-            # A tensor in host memory, which no replay updates.
-            self._numbers.note(f"a tensor on the {made.device} {words}", made.item())
-
-
-def _note_batch_size(logged: LoggedNumbers, fx: str, name: str, kwargs: dict[str, Any]) -> None:
-    size = kwargs.get("batch_size")
-    if isinstance(size, numbers.Number):
-        logged.note(f"a `batch_size` given to `self.log({name!r}, ...)` in `{fx}`", size)
-
-
-def _shapes(batch: Any) -> tuple[Any, ...]:
-    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))

@@ -290,13 +290,6 @@ class _ManualRecorder(StepRecorder):
     def lost_gradients(self, batch: Any) -> LostGradients:
         return LostGradients(self._model, self._optimizers.parameters().values(), batch=batch)
 
-    def warmed_up(self, arguments: Arguments, gradient_effects: GradientEffects) -> None:
-        self.whole.logs.warmed_up(gradient_effects, arguments.batch)
-
-    def run(self, arguments: Arguments) -> Any:
-        with self.whole.logs.noted():
-            return super().run(arguments)
-
     def record(
         self,
         batch: Any,
@@ -314,7 +307,7 @@ class _ManualRecorder(StepRecorder):
         with (
             unprofiled(trainer),
             numbers.noted_step(reads),
-            logs.recorded(gradient_effects, batch, capturing) as events,
+            logs.recorded(gradient_effects, capturing) as events,
         ):
             result = super().record(batch, arguments, gradient_effects, guards, capturing)
         logged = logs.finished(events, gradient_effects, capturing)

@@ -393,7 +393,6 @@ class TrainingSteps:
             closure._result.loss = given.pop("loss")
             return loss
         if self.phase is Phase.WARMING:
-            run.logs.warmed_up((accumulation, step.signature), closure.batch)
             # The first plain step, which is timed, has to begin on an idle device.
             run.backend.synchronize()
             self._look_for_loss(closure, step)

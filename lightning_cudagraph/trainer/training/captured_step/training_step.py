@@ -110,8 +110,7 @@ class TrainingStep(Step[StepOutputs]):
         return closure
 
     def run(self) -> None:
-        with self.training.logs.noted():
-            self.eagerly()
+        self.eagerly()
 
     def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepOutputs:
         if cut is None:
@@ -204,7 +203,6 @@ class TrainingStep(Step[StepOutputs]):
             with (
                 training.recorded(
                     step_kind,
-                    batch,
                     capturing,
                     lambda: ", ".join(at_break.whose for at_break in breaks),
                     noted=frozenset() if capturing and reads is None else STEP_GETTERS,
