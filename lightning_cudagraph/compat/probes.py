@@ -28,8 +28,8 @@ class PrivateName:
 
     Attributes:
         where: dotted path: a module, and attributes from there on.
-        features: the features that depend on it. Empty if only some versions have the name: code then
-            looks for it at the place of use, and works without it.
+        features: the features that depend on it. Empty if code looks for the name at the place of use,
+            and works without it: only some versions have it, or little is lost.
         probe: called with the value found; raises, or returns something false, if the value has changed.
         fields: attributes that the class sets on its instances; looked for in its code.
         if_imported: a module that is slow to import, and without which the name is unused. The name is
