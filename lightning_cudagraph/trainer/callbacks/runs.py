@@ -17,7 +17,6 @@ from lightning_cudagraph.errors import UnsupportedError
 from lightning_cudagraph.processes.agreement import made_by_all
 from lightning_cudagraph.processes.nccl import check_nccl
 from lightning_cudagraph.processes.shards import sharded_modules
-from lightning_cudagraph.trainer.captured_modules.fallback import Fallback
 from lightning_cudagraph.trainer.captured_modules.training import ModulesTraining
 from lightning_cudagraph.trainer.common.fit_processes import FitProcesses, wrapped_on_side_stream
 from lightning_cudagraph.trainer.config.settings import Settings
@@ -40,7 +39,6 @@ class CapturedRuns:
         self.not_evaluated: UnsupportedError | None = None
         self._backend: Backend | None = None
         self._wrapping = ExitStack()
-        self._fallback: Fallback | None = None
 
     def __reduce__(self) -> Any:
         return type(self), ()  # a copy, or a pickle when loaded, has no runs
@@ -121,14 +119,34 @@ class CapturedRuns:
                 " begin with another step.",
                 'Pass `scope="modules"`, or leave `modules` out.',
             )
-        fallback = self._fallback = Fallback(trainer, modules, self._begin)
+        refused: UnsupportedError | None = None
+
+        def narrow(error: UnsupportedError) -> bool:
+            nonlocal refused
+            refused = error
+            return True
+
         try:
             check_run(trainer, module)
-            whole = self._whole(trainer, module, backend, settings, fallback.narrow)
+            whole = self._whole(trainer, module, backend, settings, narrow)
         except UnsupportedError as error:
             modules.replace(StepCounts(), error)
             return modules
-        fallback.watch(whole)
+        loop = trainer.fit_loop.epoch_loop
+        advance = Original(loop, "advance")
+        patches = self._wrapping.enter_context(ExitStack())
+
+        def advanced(data_fetcher: Any) -> None:
+            if refused is not None:  # by the step before; modules are captured from this one on
+                optimizer = whole.optimizer_is_eager if isinstance(whole, GraphedTraining) else ""
+                whole.close()  # first, because it has patched the loop after this
+                patches.close()
+                modules.install()
+                modules.replace(whole.counts, refused, optimizer)
+                self.training = modules
+            advance(data_fetcher)
+
+        patch_method(loop, "advance", advanced, patches)
         return whole
 
     def _whole(
@@ -144,9 +162,6 @@ class CapturedRuns:
         assert self.processes is not None
         agreement, run = self.processes.agreement, self.processes.run
         return GraphedTraining(trainer, module, backend, settings, narrow, agreement, run)
-
-    def _begin(self, training: Training) -> None:
-        self.training = training
 
     def leave_others(self) -> None:
         """Go on without graphs and without votes."""
@@ -213,8 +228,7 @@ class CapturedRuns:
         evaluating, self._evaluating = self._evaluating, None
         self.not_evaluated = self._backend = None
         wrapping, self._wrapping = self._wrapping, ExitStack()
-        fallback, self._fallback = self._fallback, None
         with ExitStack() as stack:  # all of them, even if one fails; graphs before process groups
-            for each in (wrapping, fallback, processes, evaluating, evaluation, training):
+            for each in (wrapping, processes, evaluating, evaluation, training):
                 if each is not None:
                     stack.callback(each.close)
