@@ -40,38 +40,18 @@ def masked_crc32c(data: bytes) -> int:
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
-def _through(operator: NDArray[np.uint32], crcs: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Apply a linear operator to checksums; it is a table of values for each of the four bytes."""
-    first, second, third, fourth = operator
-    low: NDArray[np.uint32] = first[crcs & 0xFF] ^ second[crcs >> 8 & 0xFF]
-    low ^= third[crcs >> 16 & 0xFF]
-    low ^= fourth[crcs >> 24]
-    return low
-
-
-def _after_zero_bytes(crcs: NDArray[np.uint32], counts: NDArray[np.intp]) -> NDArray[np.uint32]:
-    """Each of `crcs` after the number of zero bytes in `counts`."""
-    one = np.arange(256, dtype=np.uint32)
-    operator = np.stack([_BYTES, one, one << np.uint32(8), one << np.uint32(16)])
-    while counts.any():
-        crcs = np.where(counts & 1, _through(operator, crcs), crcs)
-        operator = _through(operator, operator)  # twice as many bytes
-        counts = counts >> 1
-    return crcs
-
-
 class AlikeRows:
     """Checksums of rows of bytes that differ from a template only at places where it is zero."""
 
     def __init__(self, template: bytes, places: NDArray[np.intp]) -> None:
         self._template_crc = _crc(template)
-        from_end = len(template) - 1 - places
-        # The contribution of each bit at each place; that of a byte is the XOR of its bits'.
-        bits = np.broadcast_to(_BYTES[1 << np.arange(8)], (len(places), 8))
-        bits = _after_zero_bytes(bits, from_end[:, None])
-        table = np.zeros((len(places), 256), np.uint32)
-        for bit in range(8):
-            table[:, 1 << bit : 2 << bit] = table[:, : 1 << bit] ^ bits[:, bit, None]
+        rows = {len(template) - 1 - place: row for row, place in enumerate(places.tolist())}
+        table = np.empty((len(rows), 256), np.uint32)
+        crcs = _BYTES  # of each byte, with more and more zero bytes behind it
+        for distance in range(max(rows, default=-1) + 1):
+            if (row := rows.get(distance)) is not None:
+                table[row] = crcs
+            crcs = _BYTES[crcs & 0xFF] ^ crcs >> 8
         self._table = table.ravel()
         self._begins = np.arange(len(places), dtype=np.intp) * 256
 

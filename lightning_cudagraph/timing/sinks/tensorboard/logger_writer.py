@@ -74,7 +74,7 @@ class LoggerWriter:
             readings = readings[1:]
         if (put := self._put_of(writer)) is None:
             self._write_values(writer, readings)
-        else:
+        elif readings:  # TensorBoard's thread counts nothing empty as done, and would be waited for
             put(list(readings))  # between the records of others
 
     def _put_of(self, writer: Any) -> Callable[[Any], None] | None:

@@ -13,7 +13,6 @@ by byte in Python, in a thread that holds the GIL meanwhile. For 30, 72 and 200 
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -28,18 +27,9 @@ from lightning_cudagraph.timing.sinks.tensorboard.crc32c import AlikeRows, maske
 # A function that reduces a layout to the spans that have curves, under the tags of these.
 Curves = Callable[[SpanLayout], SpanLayout]
 
-# Field numbers and wire types of tensorboard/compat/proto/{event,summary}.proto.
-_WALL_TIME = b"\x09"
-_STEP = b"\x10"
-_SUMMARY = b"\x2a"
-_VALUE = b"\x0a"
-_TAG = b"\x0a"
-_SIMPLE_VALUE = b"\x15"
-
 _HEADER_BYTES = 12
-_FRAME_BYTES = _HEADER_BYTES + 4
 # Seven bits a byte: enough for any run. Protocol buffers allow a varint to be longer than needed.
-_STEP_BYTES = 6
+_SHIFTS = np.arange(0, 7 * 6, 7)
 # Records made at once: more would hold the GIL, which the training loop needs, for too long; fewer cost
 # more, because each call of NumPy takes a microsecond.
 _BYTES_AT_ONCE = 64 * 2**10
@@ -62,52 +52,41 @@ def curves_of(inner: frozenset[str] = frozenset()) -> Curves:
     return curves
 
 
-def _varint(number: int) -> bytes:
-    groups = []
-    while number > 0x7F:
-        groups.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*groups, number])
+def _event(tags: Sequence[str], byte: int) -> NDArray[np.uint8]:
+    """The event of a step, with copies of a byte (in a varint, of its low bits) for all but the tags."""
+    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
+    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
-
-def _with_length(field: bytes, content: bytes) -> bytes:
-    return field + _varint(len(content)) + content
-
-
-def _event(tags: Sequence[str]) -> tuple[bytes, list[int]]:
-    """The event of a step, with zeros for all but the tags, and the end offsets of its values."""
-    summary, ends = bytearray(), []
-    for tag in tags:
-        summary += _with_length(_VALUE, _with_length(_TAG, tag.encode()) + _SIMPLE_VALUE + bytes(4))
-        ends.append(len(summary))
-    times = _WALL_TIME + bytes(8) + _STEP + bytes(_STEP_BYTES)
-    event = times + _with_length(_SUMMARY, bytes(summary))
-    return event, [end + len(event) - len(summary) for end in ends]
+    (walltime_s,) = struct.unpack("<d", bytes([byte]) * 8)
+    (value,) = struct.unpack("<f", bytes([byte]) * 4)
+    event = Event(
+        wall_time=walltime_s,
+        step=sum((byte & 0x7F) << shift for shift in _SHIFTS.tolist()),
+        summary=Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag in tags]),
+    )
+    return np.frombuffer(event.SerializeToString(), np.uint8)
 
 
 class ScalarRecords:
-    """The records of steps with the same tags, each of `n_bytes`."""
+    """The records of steps with the same tags."""
 
     def __init__(self, tags: Sequence[str]) -> None:
-        event, ends = _event(tags)
-        values_at = np.array(ends, np.intp)[:, None] + np.arange(-4, 0)
-        self._places = np.concatenate(
-            [np.arange(1, 9), np.arange(10, 10 + _STEP_BYTES), values_at.ravel()]
-        )
-        self._checksums = AlikeRows(event, self._places)
-        length = struct.pack("<Q", len(event))
+        event, other = _event(tags, 0x55), _event(tags, 0xAA)
+        places = np.flatnonzero(event != other)
+        data = np.where(event == other, event, 0).tobytes()
+        self._checksums = AlikeRows(data, places)
+        length = struct.pack("<Q", len(data))
         header = length + struct.pack("<I", masked_crc32c(length))
-        self._template = np.frombuffer(header + event + bytes(4), np.uint8)
+        self._template = np.frombuffer(header + data + bytes(4), np.uint8)
         self.n_bytes = len(self._template)
-        self._places_in_record = self._places + _HEADER_BYTES
+        self._places_in_record = places + _HEADER_BYTES
 
     def serialised(
         self, steps: NDArray[np.int64], walltimes_s: NDArray[np.float64], values: NDArray[np.floating]
     ) -> NDArray[np.uint8]:
         """The records' bytes, shape ``(records, n_bytes)``, one for each row of values."""
         n = len(steps)
-        shifts = np.arange(0, 7 * _STEP_BYTES, 7)
-        groups = (steps[:, None] >> shifts & 0x7F).astype(np.uint8)
+        groups = (steps[:, None] >> _SHIFTS & 0x7F).astype(np.uint8)
         groups[:, :-1] |= 0x80  # all bytes but the last are continued
         differing = np.concatenate(
             [
@@ -153,14 +132,3 @@ class ReadingRecords:
                 for place, row in zip(some, rows, strict=True):
                     found[place] = row.tobytes()
         return found
-
-
-def n_bytes(readings: Sequence[Reading], curves: Curves) -> int:
-    """The total length of the records of readings."""
-    layouts = Counter(reading.layout for reading in readings)
-    return sum(n * _record_bytes(curves(layout).tags) for layout, n in layouts.items())
-
-
-@lru_cache(MAX_LAYOUTS)
-def _record_bytes(tags: tuple[str, ...]) -> int:
-    return len(_event(tags)[0]) + _FRAME_BYTES if tags else 0

@@ -19,13 +19,14 @@ from lightning_cudagraph.timing.readings.sink import Sink
 from lightning_cudagraph.timing.readings.spans import Reading
 from lightning_cudagraph.timing.sinks.tensorboard.charts import Charts
 from lightning_cudagraph.timing.sinks.tensorboard.logger_writer import LoggerWriter
-from lightning_cudagraph.timing.sinks.tensorboard.records import behind, curves_of, n_bytes
+from lightning_cudagraph.timing.sinks.tensorboard.records import behind, curves_of
 
 _READINGS_PER_FLUSH = 128
 _SECONDS_BETWEEN_FLUSHES = 5.0
 # Steps of half a millisecond would fill a disk in a day, and TensorBoard shows a thousand points of a
 # curve. So each time that this much has been written, the share of steps that are written is halved.
 _BYTES_BEFORE_THINNING = 256 * 2**20
+_BYTES_PER_SPAN = 45  # about, with its tag and its part of the record
 _TEXT_COLUMNS = 110
 
 
@@ -77,7 +78,8 @@ class TensorBoardWriter(Sink):
         shown = readings if n == 1 else [reading for reading in readings if (reading.step + 1) % n == 0]
         for writer in self._writers:
             writer.write(shown)
-        self._n_bytes += n_bytes(shown, self._curves)
+        n_spans = sum(len(self._curves(reading.layout).tags) for reading in shown)
+        self._n_bytes += _BYTES_PER_SPAN * n_spans
         if self._n_bytes >= self._thin_at_bytes:
             self._thin(last.step)
 
@@ -85,8 +87,8 @@ class TensorBoardWriter(Sink):
         self._thin_at_bytes += _BYTES_BEFORE_THINNING
         self._every_n_steps *= 2
         self.add_event(
-            f"{_BYTES_BEFORE_THINNING // 2**20} MiB of times are written. From here on, the curves have"
-            f" at most one step in {self._every_n_steps}; bands and tables have all that are timed."
+            f"About {_BYTES_BEFORE_THINNING // 2**20} MiB of times are written. From here on, the curves"
+            f" have at most one step in {self._every_n_steps}; bands and tables have all that are timed."
             " `LayerTimings(every_n_steps=...)` times fewer.",
             step,
         )
