@@ -671,26 +671,74 @@ class Replaces(Net):
 
 
 @pytest.mark.spread
-@pytest.mark.parametrize("by", [_mock, partial, _Calls])
 @pytest.mark.parametrize("name", ["training_step", "forward", "log", "on_after_backward"])
-def test_replaced_methods(tmp_path: Path, accelerator: str, name: str, by: Any) -> None:
+def test_mocks_in_the_place_of_methods(tmp_path: Path, accelerator: str, name: str) -> None:
     def build() -> Net:
-        return Replaces(name, by)
+        return Replaces(name, _mock)
 
-    with pytest.raises(CaptureError, match=f"`{name}` of the `Replaces`, which is replaced by a `"):
+    with pytest.raises(CaptureError, match=r"calls a `MagicMock` object|of the `MagicMock`"):
         train(make(build), tmp_path / "raise", CUDAGraphCallback(scope="step"), accelerator=accelerator)
 
 
+class MocksChild(Net):
+    def on_train_start(self) -> None:
+        self.head.forward = _mock(self.head.forward)
+
+
+class MocksStrategy(Net):
+    def on_train_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        strategy.backward = _mock(strategy.backward)
+
+
+@pytest.mark.parametrize("cls", [MocksChild, MocksStrategy])
+def test_mocks_that_framework_code_calls(tmp_path: Path, accelerator: str, cls: type[Net]) -> None:
+    with pytest.raises(CaptureError, match="calls a `MagicMock` object"):
+        train(make(cls), tmp_path, CUDAGraphCallback(), accelerator=accelerator)
+
+
 @pytest.mark.spread(2)
-@pytest.mark.parametrize("name", ["training_step", "forward", "on_after_backward"])
-def test_functions_in_the_place_of_methods(tmp_path: Path, accelerator: str, name: str) -> None:
+@pytest.mark.parametrize("by", [_wrapped, partial, _Calls])
+@pytest.mark.parametrize("name", ["training_step", "forward", "log", "on_after_backward"])
+def test_callables_in_the_place_of_methods(tmp_path: Path, accelerator: str, name: str, by: Any) -> None:
     def build() -> Net:
-        return Replaces(name, _wrapped)
+        return Replaces(name, by)
 
     plain = train(make(build), tmp_path / "plain", accelerator=accelerator)
     graph = train(make(build), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
     assert_same(plain, graph)
     assert graph.counts.captures == 1
+
+
+class ReplacesStep(Net):
+    def __init__(self, by: Any) -> None:
+        super().__init__()
+        self.by = by
+
+    def on_train_start(self) -> None:
+        (optimizer,) = self.trainer.optimizers
+        step = optimizer.step
+
+        def then_halves(*args: Any, **kwargs: Any) -> Any:
+            loss = step(*args, **kwargs)
+            with torch.no_grad():
+                self.head.bias.mul_(0.5)
+            return loss
+
+        optimizer.step = self.by(then_halves)
+
+
+@pytest.mark.spread(2)
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")
+@pytest.mark.parametrize("by", [_wrapped, partial, _Calls])
+def test_callables_in_the_place_of_an_optimizers_step(tmp_path: Path, accelerator: str, by: Any) -> None:
+    def build() -> Net:
+        return ReplacesStep(by)
+
+    plain = train(make(build), tmp_path / "plain", accelerator=accelerator)
+    graph = train(make(build), tmp_path / "graph", CUDAGraphCallback(), accelerator=accelerator)
+    assert_same(plain, graph)
+    assert graph.counts.replayed > 10
 
 
 class ReplacesZeroGrad(Net):
@@ -981,7 +1029,7 @@ def test_mocks_on_classes(
 
     mock = Passes(side_effect=original)
     monkeypatch.setattr(owner, name, mock)
-    with pytest.raises(UnsupportedError, match=f"(?s)`{name}` of the .*a `Passes` object"):
+    with pytest.raises(UnsupportedError, match=r"calls a `Passes` object of `unittest\.mock`"):
         train(make(Net), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
     mock.reset_mock()
     callback = CUDAGraphCallback(on_unsupported="eager")

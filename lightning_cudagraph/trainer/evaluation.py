@@ -39,7 +39,6 @@ from lightning_cudagraph.tensors.batch import map_leaves, refuse_odd_outputs
 from lightning_cudagraph.tensors.host_values import as_output, copied_output
 from lightning_cudagraph.timing.output.stages import StageSummary
 from lightning_cudagraph.trainer.common.captured_run import CapturedRun, announce, gradients_kept
-from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.config.support import Stage, check_evaluation
@@ -83,8 +82,6 @@ class EvaluationStep(Step[StepResult]):
     def record(self, batch: Any, cut: BreakGraph | None, timed: bool) -> StepResult:
         run, signature, indices = self.evaluation, self.signature, self.indices
         trainer, capturing = run.trainer, cut is not None
-        called = (trainer.strategy, trainer.precision_plugin)
-        refuse_replaced_methods(run.module, None, run.settings.harmless, self.name, called)
         arguments: list[Any] = [*indices]
         if capturing and signature is not None and indices:
             arguments[0] = run.numbers.noted(signature.reads, indices[0])

@@ -25,7 +25,6 @@ from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.trainer.captured_modules.captured_module import CapturedModule
 from lightning_cudagraph.trainer.captured_modules.run import ModulesRun
 from lightning_cudagraph.trainer.common.captured_run import announce
-from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.config.settings import Settings
 from lightning_cudagraph.trainer.training.times.run_times import ended_by
 
@@ -55,7 +54,6 @@ class ModulesTraining:
             )
         for each in modules.values():
             refuse_unsupported_modules(each)
-            refuse_replaced_methods(each, None, settings.harmless, "forward")
         self._trainer = trainer
         self._refused: list[str] = []
         self._patches = ExitStack()

@@ -1,18 +1,16 @@
 """The audit's rules for names of Lightning.
 
-They list the getters that change in every step and those that change seldom, the calls that print or
-write, and the methods that a step calls. Such a method must not be replaced by an object that the audit
-cannot look into.
+They list the getters that change in every step and those that change seldom, and the calls that print or
+write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 from inspect import unwrap
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any
-from unittest.mock import NonCallableMock
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -22,20 +20,17 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core import rank_zero
-from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from lightning_cudagraph.checks.audit.calls.rules import HostRules, allowance
+from lightning_cudagraph.checks.audit.calls.rules import HostRules
 from lightning_cudagraph.checks.audit.calls.seeds import SEEDED
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.audit.read_remedies import Remedy
 from lightning_cudagraph.checks.walk.host_objects import VALUES, attributes_of, is_users_class
 from lightning_cudagraph.checks.walk.scope import Root
-from lightning_cudagraph.compat.method_patches import MethodPatch
 from lightning_cudagraph.compat.names.lightning_names import _FitLoop, _Loop, _TrainingEpochLoop
-from lightning_cudagraph.errors import CaptureError
 from lightning_cudagraph.graphed_step.framework import moving_rates
 from lightning_cudagraph.trainer.logs.silent import Silent
 from lightning_cudagraph.trainer.metrics.model_metrics import is_metric
@@ -46,20 +41,6 @@ OWN_ATTRIBUTES = frozenset(vars(pl.LightningModule())) - {
     for name, found in vars(pl.LightningModule).items()
     if isinstance(found, property) and found.fset is not None and name not in ("trainer", "fabric")
 }
-
-_MODULE_METHODS = (
-    "forward",
-    "backward",
-    "on_before_backward",
-    "on_after_backward",
-    "log",
-    "log_dict",
-    "print",
-)
-# Called between the backward pass and the optimizer's step.
-_METHODS_BEHIND = ("on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients")
-_OPTIMIZER_METHODS = ("step", "zero_grad")
-_CALLABLES = (FunctionType, MethodType, BuiltinFunctionType, MethodPatch)
 
 
 def _getters(owner: type, label: str, *names: str) -> dict[CodeType, str]:
@@ -222,59 +203,3 @@ def outside_of_model(trainer: pl.Trainer) -> list[Root]:
         of = f"the `{type(value).__qualname__}`"
         roots.append(Root(value, "", of, frozenset(left_out), is_entered=True))
     return [*roots, *optimizer_roots(trainer.optimizers, with_options=True)]
-
-
-def refuse_replaced_methods(
-    module: nn.Module,
-    optimizer: Optimizer | None,
-    harmless: frozenset[str],
-    step: str = "training_step",
-    callees: Iterable[object] = (),
-) -> None:
-    """Refuse a step that calls mocks, partials or other objects instead of methods.
-
-    Functions and bound methods are audited with the rest of the user's code. The audit cannot look into
-    other callables.
-    """
-    methods = (step, *_MODULE_METHODS)
-    owners: list[tuple[Any, tuple[str, ...]]] = [(module, methods)]
-    if optimizer is not None:
-        owners += [(module, _METHODS_BEHIND), (optimizer, _OPTIMIZER_METHODS)]
-    for owner, names in owners:
-        for name in names:
-            found = vars(owner).get(name)
-            if found is None:
-                found = _of_class(type(owner), name)
-                suspicious = issubclass(type(found), NonCallableMock)
-            else:
-                suspicious = not isinstance(found, _CALLABLES)
-            if suspicious and name not in harmless:
-                error = _replaced(f"`{name}` of the `{type(owner).__qualname__}`", name, found)
-                error.in_optimizer = names is not methods
-                raise error
-    for kind in (Tensor, *map(type, callees)):
-        for base in kind.__mro__:
-            for name, found in [*vars(base).items()]:
-                if issubclass(type(found), NonCallableMock) and name not in harmless:
-                    raise _replaced(f"`{name}` of the class `{base.__qualname__}`", name, found)
-    for path, child in module.named_modules():
-        found = vars(child).get("forward") or _of_class(type(child), "forward")
-        if issubclass(type(found), NonCallableMock) and "forward" not in harmless:
-            raise _replaced(f"`forward` of `{path}`", "forward", found)
-
-
-def _of_class(cls: type, name: str) -> Any:
-    """Return an unbound attribute of a class or its bases.
-
-    `inspect.getattr_static` of Python 3.12 has a cache that keeps classes alive.
-    """
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-
-
-def _replaced(method: str, name: str, found: Any) -> CaptureError:
-    kind = "partial" if isinstance(found, partial) else type(found).__qualname__
-    return CaptureError(
-        f"The training step calls {method}, which is replaced by a `{kind}` object; a replay would not"
-        " repeat its effects on the host. Expected a function or a method.",
-        f"Override the method in the class, or put a plain function there.{allowance(name)}",
-    )

@@ -403,6 +403,7 @@ class HostCalls:
         if module_of(frame).startswith("lightning_cudagraph."):
             return  # this package's code around the step is no part of it
         if not self._origins.is_users(frame):
+            self._refuse_mock(frame)
             self.mentioned.names.update(code.co_names)
             return
         # The garbage collector closes generators of others in any step.
@@ -420,6 +421,21 @@ class HostCalls:
                 self._state.add(Root(Namespace(namespace), "", of, reads=frozenset({name})))
         if len(self.mentioned.closures) > known[1]:
             self._watch_closure(frame)
+
+    def _refuse_mock(self, frame: FrameType) -> None:
+        """Refuse the call of a mock: no walk sees its counts if only framework code reaches it."""
+        mocks: Any = sys.modules.get("unittest.mock")
+        if mocks is None or frame.f_code is not mocks.Mock.__call__.__code__:
+            return
+        name = type(receiver_of(frame)).__qualname__
+        if not self._allows(name):
+            error = CaptureError(
+                f"The training step calls a `{name}` object of `unittest.mock`; a replay would not"
+                " repeat its effects on the host. Expected a function or a method.",
+                f"Put a plain function there.{allowance(name)}",
+                location=user_frame(frame),
+            )
+            refuse(error)
 
     def _watch_closure(self, frame: FrameType) -> None:
         """Watch the closure variables of a function that was made before the step."""

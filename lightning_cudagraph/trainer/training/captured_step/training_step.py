@@ -35,7 +35,6 @@ from lightning_cudagraph.tensors.recomputed import detach_recomputed
 from lightning_cudagraph.timing.events.marks import StepMarks
 from lightning_cudagraph.timing.layers.layer_selection import LayerTimings, never_timed
 from lightning_cudagraph.trainer.common.captured_run import Gradient, gradient_of
-from lightning_cudagraph.trainer.common.host_rules import refuse_replaced_methods
 from lightning_cudagraph.trainer.common.profilers import unprofiled
 from lightning_cudagraph.trainer.common.step_numbers import STEP_GETTERS
 from lightning_cudagraph.trainer.config.support import check_optimizer_part
@@ -132,13 +131,9 @@ class TrainingStep(Step[StepOutputs]):
         if steps:
             with going_on():
                 check_optimizer_part(training.trainer)  # callbacks may have been added since
-        called = (training.trainer.strategy, training.trainer.precision_plugin)
         if capturing:
             with going_on():
                 refuse_own_zero_grad(optimizer.optimizer)
-        stepped = optimizer.optimizer if steps else None
-        with going_on():
-            refuse_replaced_methods(training.module, stepped, training.settings.harmless, callees=called)
         marks: StepMarks | None = None
         if timings is not None:
             marks = training.times.marks(steps, timings.placement)
