@@ -8,9 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -22,7 +20,7 @@ from lightning_cudagraph import (
     LayerTimings,
     LayerTimingsMonitor,
 )
-from tests.harness import Net, Trace, assert_same, differences, loader, make, train
+from tests.harness import Net, Trace, assert_same, loader, make, train
 from tests.test_clock import events, steps
 
 
@@ -167,218 +165,32 @@ def test_the_parts_come_to_the_whole(tmp_path: Path, accelerator: str) -> None:
         assert sum(part.value for part in rest) == pytest.approx(total.value, rel=0.05, abs=0.05)
 
 
-class TwoNets(pl.LightningModule):
-    """Two optimizers in manual optimization; every batch has two steps."""
+class _Manual(Net):
+    """A net in manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.one = nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.2), nn.Linear(8, 4))
-        self.other = nn.Linear(12, 4)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        for net, optimizer in zip((self.one, self.other), self.optimizers(), strict=True):
-            loss = nn.functional.cross_entropy(net(x), y)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.log("loss", loss)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.one, self.other)]
-
-
-@pytest.mark.spread(2, first=1)
-@pytest.mark.parametrize("n", [1, 3])
-def test_manual_optimization(tmp_path: Path, accelerator: str, n: int) -> None:
-    def fit(name: str, *callbacks: Callback) -> dict[str, Tensor]:
-        module = make(TwoNets)
-        trainer = pl.Trainer(
-            max_epochs=2,
-            accelerator=accelerator,
-            devices=1,
-            callbacks=[*callbacks],
-            logger=TensorBoardLogger(tmp_path / name),
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            log_every_n_steps=1,
-        )
-        pl.seed_everything(3, verbose=False)
-        trainer.fit(module, loader(ragged=False, batches=8))
-        return {**module.state_dict(), "rng": torch.get_rng_state()}
-
-    plain, timed = fit("plain"), fit("timed", LayerTimingsMonitor(LayerTimings(every_n_steps=n)))
-    assert differences(plain, timed) == []
-    found = events(tmp_path / "timed")
-    for tag in ("step_ms/total", "layer_forward_ms/one", "layer_backward_ms/other"):
-        assert len(steps(found, tag)) == len(range(n - 1, 16, n))
-    parts = [found.Scalars(f"~step_ms/{part}") for part in ("forward", "backward", "optimizer")]
-    for total, *rest in zip(found.Scalars("~step_ms/total"), *parts, strict=True):
-        assert sum(part.value for part in rest) == pytest.approx(total.value, rel=0.05, abs=0.05)
-
-
-class _Sleeps(torch.autograd.Function):
-    """The identity, which takes a while in both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(0.02)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        time.sleep(0.03)
-        return gradient
-
-
-class _SlowSGD(torch.optim.SGD):
-    """Calls the step of its base, which has hooks of its own."""
-
-    def __call__(self) -> None:
-        """Nothing that anybody should take for a closure."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure() if closure else None
-        super().step()
-        time.sleep(0.04)
-        return loss
-
-
-class _ByHand(pl.LightningModule):
-    """One way of manual optimization, all stages of which are slow."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.how = how
-        self.layer = nn.Linear(12, 4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        optimizer: Any = self.optimizers(use_pl_optimizer="raw" not in self.how)
-        if "another" in self.how:
-            optimizer, _ = optimizer
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(_Sleeps.apply(self.layer(x)), y)
-            if self.how == "direct":
-                loss.backward()
-            else:
-                self.manual_backward(loss)
-            if "another" in self.how:
-                _, other = self.optimizers()  # type: ignore[misc]
-                other.step()
-            return loss
-
-        if "closure" in self.how:
-            optimizer.step(closure=closure)
-            return
-        closure()
-        if self.how == "clip":
-            self.clip_gradients(optimizer, 0.1, "norm")
-        optimizer.step()
-
-    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.05)
-        super().clip_gradients(*args, **kwargs)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.how == "hook":
-            time.sleep(0.06)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
-
-    def configure_optimizers(self) -> Any:
-        torch.optim.SGD(self.parameters())  # from now on the base class has hooks, too
-        if "another" in self.how:
-            return [_SlowSGD([parameter], lr=0.1) for parameter in self.layer.parameters()]
-        return _SlowSGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.spread(2)
-@pytest.mark.parametrize(
-    "how",
-    [
-        "closure",
-        "another in its closure",
-        "clip",
-        "raw",
-        "raw, by closure",
-        "raw, another in its closure",
-        "direct",
-        "hook",
-    ],
-)
-def test_the_stages_of_manual_optimization(tmp_path: Path, accelerator: str, how: str) -> None:
-    def fit(name: str, *callbacks: Callback) -> Trace:
-        return train(
-            make(lambda: _ByHand(how)),
-            tmp_path / name,
-            accelerator=accelerator,
-            callbacks=callbacks,
-            train_loader=loader(ragged=False, batches=3),
-            limit_val_batches=0,
-            checkpoint_every=0,
-            max_epochs=1,
-            logger=TensorBoardLogger(tmp_path / name),
-        )
-
-    timings = LayerTimingsMonitor()
-    timed = fit("timed", timings)
-    assert_same(fit("plain"), timed)
-    found = events(tmp_path / "timed")
-    # How long the host sleeps in each. On a busy machine it may be any longer; and a GPU comes to the
-    # beginning of a stage a little later than the host.
-    slept_ms = {"forward": 20, "backward": 30, "optimizer": 40, "clipping": 50}
-    if how == "hook":
-        slept_ms["optimizer"] += 60
-    if "another" in how:
-        slept_ms["optimizer"] += 40
-    if how == "direct":
-        del slept_ms["backward"]
-        slept_ms["forward"] += 30
-    if how != "clip":
-        del slept_ms["clipping"]
-    stages = {tag for tag in found.Tags()["scalars"] if tag.startswith("~step_ms/")}
-    assert stages - {f"~step_ms/{other}" for other in ("total", "gap", "copy")} == {
-        f"~step_ms/{stage}" for stage in slept_ms
-    }
-    for stage, at_least_ms in slept_ms.items():
-        times_ms = [point.value for point in found.Scalars(f"~step_ms/{stage}")]
-        assert len(times_ms) == 3
-        assert min(times_ms) > 0.6 * at_least_ms, stage
-    said = "the step has no backward pass, or calls `backward` itself, and not `self.manual_backward`"
-    assert (said in str(timings.summary)) == (how == "direct")
-    assert timed.trainer is not None
-    for optimizer in timed.trainer.optimizers:
-        assert not optimizer._optimizer_step_pre_hooks
-        assert not optimizer._optimizer_step_post_hooks
-
-
-class _StepsBefore(TwoNets):
-    """Trains one of its nets in a hook before the step, which is no part of it."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        optimizer, _ = self.optimizers()
+        optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(self.one(batch[0]).square().mean())
+        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
         optimizer.step()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
 
-
-def test_steps_before_the_step(tmp_path: Path, accelerator: str) -> None:
+def test_manual_optimization_is_not_timed(
+    tmp_path: Path, accelerator: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def fit(name: str, *callbacks: Callback) -> Trace:
-        loaders = {"train_loader": loader(ragged=False), "limit_val_batches": 0}
-        kwargs: dict[str, Any] = {"accelerator": accelerator, "callbacks": callbacks, **loaders}
-        return train(make(_StepsBefore), tmp_path / name, checkpoint_every=0, **kwargs)
+        kwargs: dict[str, Any] = {"accelerator": accelerator, "callbacks": callbacks}
+        return train(make(_Manual), tmp_path / name, checkpoint_every=0, **kwargs)
 
     timings = LayerTimingsMonitor()
     assert_same(fit("plain"), fit("timed", timings))
-    assert "one.0" in timings.summary.times.forward
+    assert str(timings.summary) == "lightning_cudagraph: layers are not timed in manual optimization"
+    assert str(timings.summary) in caplog.text
+    assert timings.summary.times.parts == {}
 
 
 def test_beside_a_callback_with_graphs(tmp_path: Path, accelerator: str) -> None:

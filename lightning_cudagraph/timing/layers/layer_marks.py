@@ -233,10 +233,7 @@ class LayerMarks:
         if name not in self._made_nodes:
             return "it computes nothing that needs a gradient"
         if not self._has_ended_forward:
-            return (
-                "the step has no backward pass, or calls `backward` itself, and not"
-                " `self.manual_backward`"
-            )
+            return "the step has no backward pass"
         return "no gradient came to what it computes"
 
     @property

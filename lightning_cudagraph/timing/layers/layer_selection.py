@@ -50,9 +50,8 @@ class LayerTimings:
         max_layers: how many layers the automatic choice may take, at most.
         every_n_steps: the last of so many steps of the optimizer is timed, with all batches whose
             gradients it takes, as `log_every_n_steps` counts; the others replay a graph without events.
-            `LayerTimingsMonitor` counts batches in manual optimization. None: every step; but one in 50
-            from the 200th on, where the host bounds the run and events would take more than 3 % of it,
-            in a run of one process with graphs.
+            None: every step; but one in 50 from the 200th on, where the host bounds the run and events
+            would take more than 3 % of it, in a run of one process with graphs.
         placement: ``"forked"``: events are recorded on a branch of the graph that no kernel waits for.
             ``"serial"``: they are recorded between two kernels, and each adds about 4 µs.
         window_steps: aggregates are made over so many timed steps.

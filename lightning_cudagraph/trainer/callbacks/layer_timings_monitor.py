@@ -19,6 +19,7 @@ class LayerTimingsMonitor(Callback):
     """The times of layers in a run without graphs, with the same events and tags as in a graph.
 
     It changes no number of the run. With `CUDAGraphCallback`, pass the `LayerTimings` to that instead.
+    Steps of manual optimization are not timed, with graphs or without.
 
     Args:
         timings: the layers that are timed, and the interval in steps.
@@ -63,6 +64,9 @@ class LayerTimingsMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close()
+        if not pl_module.automatic_optimization:
+            self.summary = RunSummary(refused="layers are not timed in manual optimization")
+            return
         self.summary = RunSummary()
         self._run = EagerTimes(trainer, pl_module, self.timings)
 
@@ -115,7 +119,7 @@ class LayerTimingsMonitor(Callback):
         self._close()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.summary.backend:
+        if self.summary.refused:
             rank_zero_info(str(self.summary))
 
     def on_exception(

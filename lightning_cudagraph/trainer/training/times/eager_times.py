@@ -24,7 +24,7 @@ from lightning_cudagraph.timing.layers.layer_selection import LayerTimings, neve
 from lightning_cudagraph.timing.output.summary import RunSummary
 from lightning_cudagraph.timing.readings.rank_times import SharedRun
 from lightning_cudagraph.trainer.training.conditions import TRANSFER
-from lightning_cudagraph.trainer.training.times.marked_steps import timed_optimizers, timed_stages
+from lightning_cudagraph.trainer.training.times.marked_steps import timed_stages
 from lightning_cudagraph.trainer.training.times.run_times import (
     RunTimes,
     batch_of_step,
@@ -36,7 +36,7 @@ _runs = 0
 
 
 class EagerTimes:
-    """The clock of a `fit` without graphs."""
+    """The clock of a `fit` without graphs, in automatic optimization."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, choice: LayerTimings) -> None:
         self._trainer = trainer
@@ -60,15 +60,12 @@ class EagerTimes:
 
     def batch_starts(self) -> None:
         self._abandon()
-        if not self._is_due(0):
+        if not self._is_due:
             return
-        trainer, module = self._trainer, self._module
         # Without the optimizer, unless the batch is the last of its accumulation window.
-        steps = not (module.automatic_optimization and trainer.fit_loop._should_accumulate())
-        marks = self._marks = self._times.marks(steps)
+        marks = self._marks = self._times.marks(not self._trainer.fit_loop._should_accumulate())
         self._patch("training_step", partial(self._forwards, marks))
-        if module.automatic_optimization:
-            self._patch("optimizer_step", self._steps)
+        self._patch("optimizer_step", self._steps)
 
     def _patch(self, name: str, instead: Callable[..., Any]) -> None:
         """Patch a method of the strategy until the step ends; `instead` is given the original."""
@@ -81,17 +78,14 @@ class EagerTimes:
             self._marks.forward_ended(loss)
 
     def backward_ended(self) -> None:
-        if self._marks is None or not self._is_recording:
-            return
-        self._marks.backward_ended()
-        if not self._module.automatic_optimization:
-            self._marks.forward_began()  # until another stage is marked
+        if self._marks is not None and self._is_recording:
+            self._marks.backward_ended()
 
     def batch_ended(self) -> None:
         self._end_marks()
         marks, self._finished, self._marks = self._finished, None, None
         step = step_number(self._trainer)
-        self._clock.ended(marks, step, self._is_due(1), *batch_of_step(self._trainer))
+        self._clock.ended(marks, step, self._is_due, *batch_of_step(self._trainer))
         if marks is not None:
             self._untimed = never_timed(self._untimed, marks.untimed)
 
@@ -115,12 +109,10 @@ class EagerTimes:
             stack.callback(self._patches.close)
             stack.callback(self._abandon)
 
-    def _is_due(self, batches_ahead: int) -> bool:
-        """True if a batch is timed: the latest that Lightning has counted (0), or the next one (1)."""
-        if self._module.automatic_optimization:
-            return self._clock.is_due(self._trainer.global_step)
-        # The optimizers may step any number of times; batches are counted instead.
-        return self._clock.is_due(self._trainer.fit_loop.total_batch_idx + batches_ahead)
+    @property
+    def _is_due(self) -> bool:
+        """True if the batches of the next step of the optimizer are timed."""
+        return self._clock.is_due(self._trainer.global_step)
 
     def _forwards(
         self, marks: StepMarks, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -132,8 +124,6 @@ class EagerTimes:
             self._is_recording = True
             self._step.enter_context(marks.recording())
             self._step.enter_context(timed_stages(marks, self._trainer, self._module))
-            if not self._module.automatic_optimization:
-                self._step.enter_context(timed_optimizers(marks, self._trainer))
         return original(*args, **kwargs)
 
     def _steps(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +135,7 @@ class EagerTimes:
     def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Patch of `Strategy.batch_to_device`, which times the copy of a batch."""
         by_loop = self._trainer.training and self._module._current_fx_name == TRANSFER
-        if not (by_loop and self._is_due(1)):
+        if not (by_loop and self._is_due):
             return self._move(batch, *args, **kwargs)
         with self._clock.copying():
             return self._move(batch, *args, **kwargs)
