@@ -880,12 +880,14 @@ def _values() -> dict[str, Tensor]:
         "empty": torch.zeros(0, 3),
         "flag": torch.tensor(True),
         "complex": torch.tensor([1 + 2j]),
+        "half complex": torch.tensor([1 + 2j], dtype=torch.complex32),
         "tiny": torch.tensor([1e-45, 0.0]),
         "scalar": torch.tensor(2.0, dtype=torch.float64),
         "strided": torch.ones(4, 4)[:, ::2],
     }
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_what_differs_is_found_whatever_it_is() -> None:
     assert names_that_differ(_values(), _values()) == []
     changes: dict[str, Any] = {
@@ -896,6 +898,7 @@ def test_what_differs_is_found_whatever_it_is() -> None:
         "empty": torch.zeros(0, 4),
         "flag": torch.tensor(False),
         "complex": torch.tensor([1 + 3j]),
+        "half complex": torch.tensor([1 + 3j], dtype=torch.complex32),
         "tiny": torch.tensor([2.8e-45, 0.0]),
         "scalar": torch.tensor(2.0, dtype=torch.float32),
         "strided": torch.full((4, 2), 1.0 + EPSILON),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +11,6 @@ from torch import Tensor, nn
 from lightning_cudagraph.errors import FORWARD_BACKWARD, VerificationError, begun
 
 Values = dict[str, Tensor]
-_Pair = tuple[str, Tensor, Tensor]
-
-# Small tensors are compared many at a time; their differences take this much memory at most.
-_CHUNK_BYTES = 64 * 2**20
-_DENSE_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 # Another algorithm for the same sum moves an element by a few units in the last place of the largest
 # summands; in 16 bits by at most a hundredth of them.
@@ -32,45 +26,18 @@ def _same(one: Tensor, other: Tensor) -> Tensor:
     return (one == other) | ((one != one) & (other != other))
 
 
-def _chunks(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Group pairs by dtype and device, for one launch each."""
-    waiting: dict[Any, list[_Pair]] = {}
-    sizes_bytes: dict[Any, int] = {}
-    for pair in pairs:
-        key = (pair[1].dtype, pair[1].device)
-        chunk = waiting.setdefault(key, [])
-        chunk.append(pair)
-        sizes_bytes[key] = sizes_bytes.get(key, 0) + pair[1].nbytes
-        if sizes_bytes[key] >= _CHUNK_BYTES:
-            yield waiting.pop(key)
-            del sizes_bytes[key]
-    yield from waiting.values()
-
-
 def names_that_differ(one: Values, other: Values) -> list[str]:
-    """The names that differ in any bit, in the order of `one`; `other` may be in host memory."""
-    differing: set[str] = set()
-    several: list[_Pair] = []
-    alone: list[_Pair] = []
-    for name, value in one.items():
-        if value.shape != other[name].shape or value.dtype != other[name].dtype:
-            differing.add(name)
-        elif value.numel():
-            is_batched = value.dtype in _DENSE_FLOATS and value.nbytes < _CHUNK_BYTES
-            (several if is_batched else alone).append((name, value.detach(), other[name]))
-    with torch.no_grad():
-        for chunk in _chunks(several):
-            values = [value for _, value, _ in chunk]
-            others = [parked.to(value.device) for _, value, parked in chunk]
-            largest = torch._foreach_norm(torch._foreach_sub(values, others), float("inf"))
-            # What is not zero (a difference, or a NaN or an infinity on both sides) is compared alone.
-            sizes = torch.stack(list(largest)).tolist()
-            alone += [pair for pair, size in zip(chunk, sizes, strict=True) if size != 0]
-        flags = [_same(value, parked.to(value.device)).all() for _, value, parked in alone]
-        for (name, _, _), flag in zip(alone, flags, strict=True):
-            if not flag:
-                differing.add(name)
-    return [name for name in one if name in differing]
+    """The names whose values differ, in the order of `one`; `other` may be in host memory."""
+    return [name for name, value in one.items() if not _is_equal(value.detach(), other[name])]
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    other = other.detach().to(one.device)
+    # It makes no tensor, but takes NaN for another number than NaN, and knows no complex32.
+    is_equal = one.dtype != torch.complex32 and torch.equal(one, other)
+    return is_equal or bool(_same(one, other).all())
 
 
 def distance(one: Tensor, other: Tensor) -> float:
