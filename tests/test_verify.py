@@ -184,20 +184,12 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.spread(2)
-@pytest.mark.parametrize(
-    ("make_optimizer", "cause"),
-    [
-        (fused_adamw, "first in parameter `.*only parameters differ: a learning rate"),
-        # Without state of the optimizer, it could be the gradients too.
-        (_sgd, "first in parameter `.*frozen in the backward pass .* or in the optimizer"),
-    ],
-)
+@pytest.mark.parametrize("make_optimizer", [fused_adamw, _sgd])
 def test_a_learning_rate_that_moves_late_gets_a_check(
     tmp_path: Path,
     accelerator: str,
     monkeypatch: pytest.MonkeyPatch,
     make_optimizer: Any,
-    cause: str,
 ) -> None:
     def build() -> PerEpoch:
         return PerEpoch(make_optimizer)
@@ -208,7 +200,7 @@ def test_a_learning_rate_that_moves_late_gets_a_check(
     assert_same(plain, graph)
     assert "5 replay(s) verified against eager steps" in str(callback.summary)
     _freeze_rate(monkeypatch)
-    with pytest.raises(VerificationError, match=f"(?s){cause}") as caught:
+    with pytest.raises(VerificationError, match="first in parameter `") as caught:
         train(make(build), tmp_path / "raise", CUDAGraphCallback(), accelerator=accelerator)
     assert 'scope="forward_backward"' in str(caught.value)
     wrong = train(
@@ -278,27 +270,19 @@ class ReturnsANumber(ReadsAGlobal):
 @pytest.mark.parametrize(
     ("module", "scope", "message"),
     [
-        (ReadsAGlobal, "auto", "first in the loss, .*returned or logged differs: it reads something"),
-        (
-            ReadsForAnOutput,
-            "auto",
-            r"first in the output of `training_step`\['seen'\]\[0\], .*it reads something",
-        ),
+        (ReadsAGlobal, "auto", r"first in the loss, .*The step, a hook or the optimizer reads"),
+        (ReadsForAnOutput, "auto", r"first in the output of `training_step`\['seen'\]\[0\], "),
         (
             ReturnsANumber,
             "auto",
             r"first in the output of `training_step`\['scale'\], a number, expected 3, found 1",
         ),
-        (ReadsInBackward, "auto", "first in `exp_avg` .*frozen in the backward pass"),
-        (
-            ReadsInBackward,
-            "forward_backward",
-            r"first in the gradient of `.*the gradients are not: the backward pass reads something",
-        ),
-        (ReadsForABuffer, "auto", r"first in buffer `running`.*\(1 of .*Only buffers differ"),
+        (ReadsInBackward, "auto", "first in `exp_avg` "),
+        (ReadsInBackward, "forward_backward", "first in the gradient of `"),
+        (ReadsForABuffer, "auto", r"first in buffer `running`.*\(1 of "),
     ],
 )
-def test_the_likely_cause(
+def test_the_first_tensor_that_differs(
     tmp_path: Path, accelerator: str, module: Any, scope: Any, message: str
 ) -> None:
     with pytest.raises(VerificationError, match=f"(?s){message}"):

@@ -26,8 +26,6 @@ WORDING = Wording(
         NO_TIMINGS_OR_USE: "Use",
         # The batch of a call is its arguments, by name.
         "`batch[": "`arguments[",
-        "What `training_step` returned or logged": "What the step returned",
-        "What `training_step` returned and logged": "What the step returned",
         MODULES_ALONE: "",
         "CUDAGraphCallback(": "GraphedStep(",
         "the training step": "the step",

@@ -1,14 +1,13 @@
-"""Comparison of a replay with an eager step, tensor by tensor, and the likely cause of a difference."""
+"""Comparison of a replay with an eager step, tensor by tensor, and the error for a difference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lightning_cudagraph.errors import FORWARD_BACKWARD, VerificationError, begun
+from lightning_cudagraph.errors import FORWARD_BACKWARD, VerificationError
 
 Values = dict[str, Tensor]
 
@@ -73,50 +72,8 @@ def rounding(expected: Tensor, before: Tensor | None = None) -> float:
     return allowed
 
 
-_FORWARD_AGREES = "What `training_step` returned and logged is the same"
-
-
-@dataclass(frozen=True)
-class _Cause:
-    """A likely cause of a difference, and one remedy."""
-
-    text: str
-    remedy: str
-
-
-_IN_FORWARD = _Cause(
-    "What `training_step` returned or logged differs: it reads something on the host that has changed"
-    " since the capture, such as a global or an attribute of another object",
-    "Pass it with the batch, or keep it in a buffer.",
-)
-_IN_BACKWARD = _Cause(
-    f"{_FORWARD_AGREES}, the gradients are not: the backward pass reads something on the host that has"
-    " changed since the capture, in a hook or in the `backward` of an `autograd.Function`",
-    "Keep it in a buffer.",
-)
-_AFTER_FORWARD = _Cause(
-    f"{_FORWARD_AGREES}: what differs was frozen in the backward pass (in a hook, or in the `backward`"
-    " of an `autograd.Function`) or in the optimizer",
-    f"Keep such values in buffers, or {FORWARD_BACKWARD}.",
-)
-_IN_UPDATE = _Cause(
-    f"{_FORWARD_AGREES}, and so is the state of the optimizer; only parameters differ: a learning rate,"
-    " a weight decay or the like was frozen",
-    f"{begun(FORWARD_BACKWARD)}.",
-)
-_IN_BUFFERS = _Cause(
-    "Only buffers differ: a module updates them with something that it reads on the host, and that has"
-    " changed since the capture, such as a momentum or a counter",
-    "Keep it in a buffer too.",
-)
-_IN_RANDOM_STATE = _Cause(
-    "All values are the same, but the step draws other random numbers than at the capture",
-    "Look for random ops that depend on Python values.",
-)
-
-
 def buffers_and_gradients(module: nn.Module, only_added_to: Iterable[nn.Parameter]) -> Values:
-    """The tensors that a step changes before its optimizer does, by names that tell the likely cause."""
+    """The tensors that a step changes before its optimizer does, by names for messages."""
     state: Values = {f"buffer `{name}`": buffer for name, buffer in module.named_buffers()}
     for index, parameter in enumerate(only_added_to):
         if (gradient := parameter.grad) is not None:
@@ -124,41 +81,22 @@ def buffers_and_gradients(module: nn.Module, only_added_to: Iterable[nn.Paramete
     return state
 
 
-def _cause(differing: list[str], outputs: set[str], names: Iterable[str]) -> _Cause:
-    """The likely cause, by which of all `names` differ."""
-
-    def all_named(start: str) -> bool:
-        return all(name.startswith(start) for name in differing)
-
-    if not differing:
-        return _IN_RANDOM_STATE
-    if any(name in outputs and not name.startswith("the gradient of") for name in differing):
-        return _IN_FORWARD
-    if any(name in outputs for name in differing):
-        return _IN_BACKWARD
-    if all_named("buffer "):
-        return _IN_BUFFERS
-    optimizer_has_state = any("of the optimizer" in name for name in names)
-    return _IN_UPDATE if optimizer_has_state and all_named("parameter ") else _AFTER_FORWARD
-
-
-def verification_error(
-    differing: list[str], expected: Values, found: Values, outputs: set[str]
-) -> VerificationError:
-    """The error for a replay that differs from an eager step, with the likely cause."""
-    cause = _cause(differing, outputs, expected)
+def verification_error(differing: list[str], expected: Values, found: Values) -> VerificationError:
+    """The error for a replay that differs from an eager step."""
     if not differing:
         return VerificationError(
             "The state of the random number generator after a replay of the captured step is not that"
-            f" after the eager step. {cause.text}.",
-            cause.remedy,
+            " after the eager step. All values are the same, but the step draws other random numbers"
+            " than at the capture.",
+            "Look for random ops that depend on Python values.",
         )
     name = differing[0]
     return VerificationError(
         "A replay of the captured step comes to other numbers than the eager step from the same state,"
         f" on the same batch: first in {name}, {_shown(expected[name], found[name])} ({len(differing)}"
-        f" of {len(expected)} tensors differ). {cause.text}.",
-        cause.remedy,
+        f" of {len(expected)} tensors differ). The step, a hook or the optimizer reads something on the"
+        " host that has changed since the capture, such as a global or an attribute of another object.",
+        f"Pass it with the batch, or keep it in a buffer; or {FORWARD_BACKWARD}.",
     )
 
 

@@ -278,14 +278,14 @@ class Verifier:
                 if same_random_state and (differing or again):
                     note = _reason_to_differ(history, is_lenient, again, seen, found)
                     if note is None:
-                        failure = verification_error(again, expected.values, found, {*outputs})
+                        failure = verification_error(again, expected.values, found)
                         doubted, differing = seen, again
                     else:
                         self._note(note)
             if not same_names:
                 failure = _other_names(expected.values, found)
             elif not same_random_state:
-                failure = verification_error(differing, expected.values, found, {*outputs})
+                failure = verification_error(differing, expected.values, found)
             stale = ""
             if self._somewhere(failure is not None) and trace is not None and not is_suspected:
                 difference, is_unsteady = self._eagerly_again(trace, live, before, doubted)
