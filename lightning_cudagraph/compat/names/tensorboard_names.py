@@ -7,7 +7,7 @@ from lightning_cudagraph.compat.probes import members
 _FILE_WRITER = "tensorboard.summary.writer.event_file_writer"
 
 # Looked for where they are used. Without them each time of a layer is written as an event of its own,
-# and the layout of custom scalars does not keep the user's.
+# and our layout of custom scalars takes the place of the user's.
 TENSORBOARD = (
     members(f"{_FILE_WRITER}.EventFileWriter", "_async_writer _file_name"),
     members(f"{_FILE_WRITER}._AsyncWriter", "_writer write"),

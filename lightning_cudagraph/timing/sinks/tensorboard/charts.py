@@ -6,7 +6,6 @@ chart shows one time of each run, whose band ends above the line of its medians.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from lightning_cudagraph.timing.readings.spans import (
 )
 from lightning_cudagraph.timing.readings.step_gap import GAP_TAG
 from lightning_cudagraph.timing.readings.step_time import StepTime
-from lightning_cudagraph.timing.readings.windows import WindowSummary
+from lightning_cudagraph.timing.readings.windows import ReadingWindow
 from lightning_cudagraph.timing.sinks.tensorboard.logger_writer import nested_parts
 from lightning_cudagraph.timing.sinks.tensorboard.records import behind
 
@@ -44,10 +43,10 @@ _BANDS = {
 _FIRST_READINGS, _MOST_READINGS = 10, 50
 
 _LAYOUT_TAG = b"custom_scalars__config__"
+# The title of our category between the bytes that are around it in a layout, and in no text.
+_OUR_TITLE = b"\n\x0aCUDA graph\x12"
 # Layouts of charts stand near the beginning of a file.
 _SEARCHED_BYTES = 16 * 2**20
-# Around the data of a record: its length with a checksum, and the data's checksum.
-_HEADER_BYTES, _FOOTER_BYTES = 12, 4
 
 
 class StepLine(Sink):
@@ -82,35 +81,28 @@ class StepLine(Sink):
         self._show(values, self._step)
 
 
-class StepBand(Sink):
+class StepBand(ReadingWindow):
     """Sink that shows percentiles of the step's time and of its stages, window by window.
 
-    Readings without the optimizer's step count only until the first reading with it.
+    The band at the end is that of the last window, with what it shares with the one before.
     """
 
     def __init__(self, window_steps: int, show: Callable[[Mapping[str, float], int], None]) -> None:
-        self._window_steps = window_steps
+        super().__init__(window_steps)
         self._show = show
-        self._readings: list[Reading] = []
-        self._are_whole = False
 
     def add(self, reading: Reading) -> None:
-        is_whole = TOTAL_TAG in reading.layout.tags
-        if is_whole and not self._are_whole:
-            self._are_whole = True
-            self._readings.clear()
-        if is_whole == self._are_whole:
-            self._readings.append(reading)
-        if len(self._readings) >= self._window_steps:
+        super().add(reading)
+        if self.is_all_new:
             self._write()
 
     def close(self) -> None:
-        if self._readings:
+        if self.n_new:
             self._write()
 
     def _write(self) -> None:
-        summary = WindowSummary(self._readings)
-        self._readings = []
+        self.n_new = 0
+        summary = self.summary()
         values_ms: dict[str, float] = {}
         for tag in _BANDS:
             # Without the optimizer's step, the whole is the sum of the stages.
@@ -125,8 +117,8 @@ def _band_tags(tag: str) -> list[str]:
     return [f"{_BAND_TAG}{tag.removeprefix(STEP_TAG)}/{name}" for name in ("p05", "p50", "p95")]
 
 
-def _charts(tags: Collection[str]) -> dict[str, dict[str, list[str | list[str]]]]:
-    """The layout for `SummaryWriter.add_custom_scalars`, of values with these tags (without `behind`).
+def _charts(tags: Collection[str]) -> dict[str, list[str | list[str]]]:
+    """Our charts for `SummaryWriter.add_custom_scalars`, of values with these tags (without `behind`).
 
     TensorBoard merges charts of several runs by title, and shows equal ones once.
     """
@@ -146,60 +138,38 @@ def _charts(tags: Collection[str]) -> dict[str, dict[str, list[str | list[str]]]
             "Margin",
             [behind(f"{RANKS_TAG}work_{which}") for which in ("median", "fastest", "slowest")],
         ]
-    return {_CATEGORY: found}
+    return found
 
 
 class Charts:
-    """The custom scalars of one logger, written again when there are values for another chart."""
+    """The custom scalars of one logger, written again when there are values for another chart.
+
+    TensorBoard shows only the last layout of a run: if the user has written one, there is none of ours.
+    """
 
     def __init__(self) -> None:
-        self._written: Any = None
+        self._written: dict[str, list[str | list[str]]] = {}
+        self._has_theirs = False
 
     def write(self, writer: Any, tags: Collection[str]) -> None:
-        """Write the layout merged with the user's: TensorBoard shows only the last one of a run."""
         ours = _charts(tags)
-        if ours == self._written:
+        if self._has_theirs or ours == self._written:
             return
+        if not self._written:
+            writer.flush()
+            path = getattr(nested_parts(writer)[1], "_file_name", None)
+            if isinstance(path, str) and _has_layout_of_user(path):
+                self._has_theirs = True
+                return
         self._written = ours
-        writer.flush()
-        path = getattr(nested_parts(writer)[1], "_file_name", None)
-        theirs = _charts_in(path) if isinstance(path, str) else None
-        if theirs is None:
-            writer.add_custom_scalars(ours)
-            return
-        from torch.utils.tensorboard.summary import custom_scalars
-
-        written = custom_scalars(ours)
-        tensor = written.value[0].tensor
-        merged = type(theirs)(category=[c for c in theirs.category if c.title != _CATEGORY])
-        merged.MergeFromString(tensor.string_val[0])
-        tensor.string_val[0] = merged.SerializeToString()
-        writer.file_writer.add_summary(written)
+        writer.add_custom_scalars({_CATEGORY: ours})
 
 
-def _charts_in(path: str) -> Any:
-    """The custom scalars at the beginning of an event file, or None."""
+def _has_layout_of_user(path: str) -> bool:
+    """True if there are custom scalars at the beginning of an event file, and none of ours."""
     try:
         with open(path, "rb") as file:
             head = file.read(_SEARCHED_BYTES)
     except OSError:  # for example a remote file
-        return None
-    if _LAYOUT_TAG not in head:
-        return None
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
-    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout  # type: ignore[attr-defined]
-
-    found, begin = None, 0
-    while begin + _HEADER_BYTES <= len(head):
-        (length,) = struct.unpack_from("<Q", head, begin)
-        record = head[begin + _HEADER_BYTES : begin + _HEADER_BYTES + length]
-        begin += _HEADER_BYTES + length + _FOOTER_BYTES
-        if _LAYOUT_TAG in record and len(record) == length:
-            try:
-                for value in Event.FromString(record).summary.value:
-                    if value.tag == _LAYOUT_TAG.decode() and value.tensor.string_val:
-                        found = Layout.FromString(value.tensor.string_val[0])
-            except DecodeError:  # the file is damaged
-                return found
-    return found
+        return False
+    return _LAYOUT_TAG in head and _OUR_TITLE not in head
