@@ -21,8 +21,6 @@ _MOST_LAYERS = 1000
 _NAMES_SHOWN = 12
 # More curves than these would bury the user's own.
 MOST_CURVES = 12
-# Layers that get no room are named in the report if the choice fills less than this share of the room.
-_FEW = 1 / 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +218,8 @@ def _matched(model: nn.Module, timings: LayerTimings, named: dict[str, nn.Module
     return chosen
 
 
-def _levels_with_room(model: nn.Module, max_layers: int) -> tuple[set[str], list[str]]:
-    """The automatic choice: the layers of all whole levels that fit, and the next level, which does not.
+def _levels_with_room(model: nn.Module, max_layers: int) -> set[str]:
+    """The automatic choice: the layers of all whole levels that fit, or the first of the outermost.
 
     So the whole model is covered, and containers are listed with all of their members, which makes sums
     easy to check.
@@ -229,9 +227,9 @@ def _levels_with_room(model: nn.Module, max_layers: int) -> tuple[set[str], list
     chosen: set[str] = set()
     for level in _levels(model):
         if len(chosen) + len(level) > max_layers:
-            return chosen, level
+            return chosen or set(level[:max_layers])
         chosen |= set(level)
-    return chosen, []
+    return chosen
 
 
 def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Module]:
@@ -242,8 +240,7 @@ def select_layers(model: nn.Module, timings: LayerTimings) -> dict[str, nn.Modul
     """
     named = _all_names(model)
     if _is_automatic(timings):
-        chosen, beyond = _levels_with_room(model, timings.max_layers)
-        chosen = chosen or set(beyond[: timings.max_layers])  # the outermost level alone is too wide
+        chosen = _levels_with_room(model, timings.max_layers)
     else:
         chosen = _matched(model, timings, named)
     by_module: dict[int, str] = {}
@@ -287,40 +284,6 @@ def layers_at(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
             module = getattr(module, part, None)
         if isinstance(module, nn.Module):
             found[name] = module
-    return found
-
-
-def left_out(model: nn.Module, timings: LayerTimings) -> dict[str, str]:
-    """Names that have no times, each with the reason.
-
-    These are further names of timed layers, and layers for which the automatic choice has no room. The
-    innermost levels of most models do not fit; so the latter are named only if few layers are timed,
-    because the next level is wide.
-    """
-    others = _other_names(model, timings)
-    if not _is_automatic(timings):
-        return others
-    chosen, beyond = _levels_with_room(model, timings.max_layers)
-    if len(chosen) >= timings.max_layers * _FEW:
-        return others
-    reason = (
-        f"there are {len(beyond)} layers side by side, and the automatic choice takes"
-        f" `LayerTimings(max_layers={timings.max_layers})`"
-    )
-    without_room = beyond if chosen else beyond[timings.max_layers :]
-    return others | {f"`{name}`": reason for name in without_room}
-
-
-def _other_names(model: nn.Module, timings: LayerTimings) -> dict[str, str]:
-    """Further names of timed layers, without those of their members."""
-    timed = {id(module): name for name, module in select_layers(model, timings).items()}
-    names: list[str] = []
-    found: dict[str, str] = {}
-    for name, module in _all_names(model).items():
-        first = timed.get(id(module), name)
-        if first != name and not any(name.startswith(f"{other}.") for other in names):
-            names.append(name)
-            found[f"`{name}`"] = f"it is `{first}` by another name, whose time is that of all calls"
     return found
 
 

@@ -29,7 +29,6 @@ from lightning_cudagraph.timing.layers.layer_selection import (
     LayerTimings,
     Placement,
     layers_at,
-    left_out,
     select_layers,
     untimed_notes,
     without_curves,
@@ -108,14 +107,12 @@ class RunTimes:
         self._module = module
         self._backend = backend
         self.names: list[str] = []
-        self._left_out: dict[str, str] = {}
         every_n_steps: int | None = 0
         window_steps = LayerTimings.window_steps
         inner: frozenset[str] = frozenset()
         if choice is not None:
             require(TIMES)
             self.names = list(select_layers(module, choice))
-            self._left_out = left_out(module, choice)
             # Processes that decide by their own clocks would time different steps.
             every_n_steps = choice.every_n_steps or (1 if trainer.world_size > 1 else None)
             window_steps = choice.window_steps
@@ -294,7 +291,6 @@ class RunTimes:
         gone = "the model has it no more; its times are those of before"
         there = self.layers()
         notes = untimed_notes({f"`{name}`": gone for name in self.names if name not in there})
-        notes += untimed_notes(self._left_out)
         if self._ranks is not None and self._ranks.trouble:
             notes.append(f"the times of other processes are not known: {self._ranks.trouble}")
         if self._every_n_steps > 1:
