@@ -106,7 +106,6 @@ class Profiler(Generic[Context]):
     _graphs: WeakSet[Any]
     _captures: list[tuple[ref[Any], int]]  # graph and thread of each capture under way
     _outside: _Outside
-    _unreported: set[TimedPasses]  # outside of graphs, of all threads
     _n_entered: int  # `with` blocks
 
     def __new__(cls, dump_fn: Callable[[Context, float], None]) -> Self:
@@ -153,49 +152,27 @@ class Profiler(Generic[Context]):
             for graph in self._graphs:
                 getattr(graph, _BLOCKS).clear()
         self._outside.blocks.clear()
-        self._settle()
 
     def close(self) -> None:
         """Switch the profiler off, and restore the methods of torch. A second call does nothing.
 
-        Blocks of this thread whose report had to wait for a capture of another thread are reported.
+        Blocks of this thread that have been left and not reported are reported, unless a capture is
+        under way. Those of other threads are dropped.
         """
         is_capturing = self._is_capturing()
         with _lock:
             if Profiler.active is not self:
                 return
             Profiler.active = None
-            texts = self._unpatch()
+            self._unpatch()
             for graph in self._graphs:
                 delattr(graph, _BLOCKS)
         self._graphs.clear()
         self._captures.clear()
         blocks = self._outside.blocks
-        try:
-            if not (blocks.open() or is_capturing):
-                self._report(blocks)
-        finally:
-            for text in self._forget_outside() + texts:
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-    def _forget_outside(self) -> list[str]:
-        """Forget blocks outside of graphs; return a warning for each thread with unreported ones."""
-        with _lock:
-            unreported = self._unreported
-            # New objects: other threads may be using the old.
-            self._unreported, self._outside = set(), _Outside()
-        texts = []
-        for blocks in unreported:
-            still_open = blocks.open()
-            if len(blocks) <= len(still_open):
-                continue
-            if still_open:
-                still_open[0].is_told = True
-                why = f"{still_open[0]} has been entered and not left: blocks that waited for its end"
-            else:
-                why = "Another thread has captured, or is still in a block: blocks that waited for that"
-            texts.append(f"{why} are not reported. Close the profiler after them.")
-        return texts
+        self._outside = _Outside()  # a new one: other threads may be using the old
+        if not is_capturing:
+            self._report(blocks)
 
     def __enter__(self) -> Self:
         if hasattr(self, "_dump_fn") and Profiler.active is not self:
@@ -232,7 +209,7 @@ class Profiler(Generic[Context]):
     def _switched_off(cls) -> Self:
         new = super().__new__(cls)
         new._graphs, new._captures, new._patches = WeakSet(), [], []
-        new._unreported, new._outside = set(), _Outside()
+        new._outside = _Outside()
         new._n_entered = 0
         return new
 
@@ -266,22 +243,16 @@ class Profiler(Generic[Context]):
 
         return hook
 
-    def _unpatch(self) -> list[str]:
-        """Restore the methods; return a warning if a later patch calls a hook, which then stays."""
-        left = []
+    def _unpatch(self) -> None:
+        """Restore the methods. A hook that a later patch calls stays, and only passes calls on."""
         for owner, name, hook, own in reversed(self._patches):
             if vars(owner).get(name) is not hook:
-                left.append(f"`{owner.__name__}.{name}`")
-            elif own is None:
+                continue
+            if own is None:
                 delattr(owner, name)
             else:
                 setattr(owner, name, own)
         self._patches = []
-        text = (
-            f"Other code has replaced {', '.join(left)} since the `Profiler` did, and calls its"
-            " function, which has to stay there; it only passes calls on from now on."
-        )
-        return [text] if left else []
 
     def _graph_here(self) -> Any:
         """The graph that the calling thread captures into, or None if it is not known."""
@@ -318,7 +289,6 @@ class Profiler(Generic[Context]):
             return
         for timing in blocks.open():
             blocks.discard(timing)
-            timing.is_told = True
             warnings.warn(f"{timing} {HAS_NO_END}: it is not reported.", RuntimeWarning, stacklevel=3)
         self._report(blocks)
 
@@ -331,12 +301,6 @@ class Profiler(Generic[Context]):
                 self._dump_fn(context, elapsed_ms)
         finally:
             outside.is_reporting = was_reporting
-
-    def _settle(self) -> None:
-        """Note that blocks of this thread outside of graphs have been reported or forgotten."""
-        self._outside.unreported_since_s = monotonic()
-        if not len(self._outside.blocks):
-            self._unreported.discard(self._outside.blocks)
 
     def _is_capturing(self) -> bool:
         with _lock:
@@ -352,7 +316,6 @@ class Profiler(Generic[Context]):
         if not timing.captured:
             if not outside.blocks.n_open:
                 outside.unreported_since_s = monotonic()
-            self._unreported.add(outside.blocks)
             return outside.blocks.enter(timing)
         graph = self._graph_here()
         if graph is None:
@@ -375,7 +338,6 @@ class Profiler(Generic[Context]):
             blocks.discard(timing)
             if not timing.captured and not blocks.n_open:
                 blocks.clear()  # an outermost block that failed is not reported, nor are blocks in it
-                self._unreported.discard(blocks)  # also for the finalizer of another thread's block
         elif timing.captured:
             graph = self._graph_here()
             if graph is not None and (here := getattr(graph, _BLOCKS)) is not blocks:
@@ -394,4 +356,4 @@ class Profiler(Generic[Context]):
                 try:
                     self._report(blocks)
                 finally:
-                    self._settle()
+                    self._outside.unreported_since_s = monotonic()

@@ -7,13 +7,10 @@ initialise CUDA: until other code has done so, nothing runs on a GPU, and the ho
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import sys
-import warnings
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -31,11 +28,6 @@ R = TypeVar("R")
 
 # Parts of the messages of torch, CUDA and the emulator for an event without a time.
 _NO_TIME_YET = ("invalid resource handle", "invalid argument", "must have been recorded")
-# Results of functions that return before their work begins.
-_NOT_BEGUN: tuple[type, ...] = (
-    *(Coroutine, Generator, AsyncGenerator, asyncio.Future),
-    *(type(make(iter)(())) for make in (contextmanager, asynccontextmanager)),  # type: ignore[arg-type]
-)
 _OWN = "lightning_cudagraph.timing."
 HAS_NO_END = "has been entered and not left, so that it has no end"
 
@@ -58,17 +50,17 @@ class TimedPass:
     """One pass through a timed block: two events, and the line of the user's code that entered it.
 
     A pass is `captured` if it is part of a graph, and `is_left` once both events have been recorded.
-    Its `home` is the list that holds it; `is_told` if a warning has said that the block was never left.
+    Its `home` is the list that holds it.
     """
 
-    __slots__ = ("_code", "_line", "captured", "context", "events", "home", "is_left", "is_told")
+    __slots__ = ("_code", "_line", "captured", "context", "events", "home", "is_left")
 
     def __init__(self, context: Any = None) -> None:
         self.context = context
         self.captured = is_captured_here()
         self.events = _event_here(), _event_here()
         self.home: TimedPasses | None = None
-        self.is_left = self.is_told = False
+        self.is_left = False
         callers = (f for f in frames(sys._getframe(1)) if not module_of(f).startswith(_OWN))
         frame = next(callers, None)
         self._code = frame.f_code.co_filename if frame is not None else "?"
@@ -268,15 +260,6 @@ class TimedBlock:
         finally:
             self._left(timing, failed)
 
-    def __del__(self) -> None:
-        # Nothing can leave the block any more.
-        stacks = getattr(self, "_open", {}).values()  # Dynamo makes objects without `__init__`
-        for timing in (timing for stack in stacks for timing in stack if timing is not None):
-            self._left(timing, True)
-            if not timing.is_told:
-                text = f"{timing} was entered and never left: it has no time."
-                warnings.warn(text, RuntimeWarning, 2)
-
     @overload
     def __call__(self) -> Self: ...
 
@@ -288,7 +271,7 @@ class TimedBlock:
 
         Args:
             function: a function that returns after its work has been issued, so no generator and no
-                coroutine. If a decorator hides one, its calls raise.
+                coroutine, nor one in a decorator.
 
         Raises:
             TimerError: if the argument is anything else.
@@ -302,34 +285,19 @@ class TimedBlock:
                 "Put a `with` block without an argument around the work, or `@` and the block on a"
                 " function; names are given to `TimerRegistry.time`.",
             )
-        if _returns_early(_without_partials(function)):
-            raise _no_time(function)
-        # A decorator in between may run the coroutine or generator to its end, or return it.
-        may_return_early = _returns_early(_innermost(function))
+        if _returns_early(inspect.unwrap(function)):
+            raise TimerError(
+                f"`{name_of(function)}` returns before its work begins, so that calls of it have no"
+                " time.",
+                "Put a `with` block around the work inside of it.",
+            )
 
         @functools.wraps(function)
         def timed(*args: P.args, **kwargs: P.kwargs) -> R:
             with self:
-                result = function(*args, **kwargs)
-                if may_return_early and isinstance(result, _NOT_BEGUN):
-                    if isinstance(result, Coroutine):
-                        result.close()
-                    raise _no_time(function)
-                return result
+                return function(*args, **kwargs)
 
         return timed
-
-
-def _without_partials(function: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside of decorators and `functools.partial`."""
-    inside: Callable[..., Any] = inspect.unwrap(_without_partials(function))
-    return function if inside is function else _innermost(inside)
 
 
 def _returns_early(function: Callable[..., Any]) -> bool:
@@ -340,12 +308,6 @@ def _returns_early(function: Callable[..., Any]) -> bool:
 
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a function in a message; for other callable objects, the name of their class."""
-    called = _without_partials(function)
-    return getattr(called, "__qualname__", type(called).__qualname__)
-
-
-def _no_time(function: Callable[..., Any]) -> TimerError:
-    return TimerError(
-        f"`{name_of(function)}` returns before its work begins, so that calls of it have no time.",
-        "Put a `with` block around the work inside of it.",
-    )
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__qualname__)
