@@ -165,6 +165,21 @@ def test_the_parts_come_to_the_whole(tmp_path: Path, accelerator: str) -> None:
         assert sum(part.value for part in rest) == pytest.approx(total.value, rel=0.05, abs=0.05)
 
 
+class _Skips(Net):
+    """Has no loss in any step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_steps_without_a_backward_pass(tmp_path: Path, accelerator: str) -> None:
+    timings = LayerTimingsMonitor()
+    kwargs: dict[str, Any] = {"checkpoint_every": 0, "watched": False, "max_epochs": 1}
+    train(make(_Skips), tmp_path, accelerator=accelerator, callbacks=(timings,), **kwargs)
+    assert "`head`: the step has no backward pass" in str(timings.summary)
+
+
 class _Manual(Net):
     """A net in manual optimization."""
 
