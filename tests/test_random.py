@@ -173,5 +173,5 @@ def test_a_seed_in_the_step(
     if accelerator == "cpu":  # a GPU can capture `fork_rng`, which sets no other seed
         _refused_with_its_line(cls, tmp_path, remedy, line)
     elif cls is Seeds:
-        with pytest.raises(CaptureError, match=r"hold `torch\.manual_seed` in the step"):
+        with pytest.raises(CaptureError, match=r"hold a use of `torch\.manual_seed`"):
             train(make(cls), tmp_path, CUDAGraphCallback(), accelerator=accelerator)

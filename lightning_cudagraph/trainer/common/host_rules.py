@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from lightning_cudagraph.checks.audit.calls.known_calls import SEEDED
 from lightning_cudagraph.checks.audit.calls.rules import HostRules
-from lightning_cudagraph.checks.audit.calls.seeds import SEEDED
 from lightning_cudagraph.checks.audit.effects import optimizer_roots
 from lightning_cudagraph.checks.audit.read_remedies import Remedy
 from lightning_cudagraph.checks.walk.host_objects import VALUES, attributes_of, is_users_class
@@ -112,9 +112,8 @@ _EFFECTS: dict[CodeType, str] = {
 @cache
 def _seeds() -> dict[CodeType, tuple[str, str]]:
     """Return Lightning's functions that set the generators of a step."""
-    _, remedy = SEEDED
     named: dict[str, Any] = {"seed_everything": pl.seed_everything, "isolate_rng": isolate_rng}
-    return {unwrap(function).__code__: (name, remedy) for name, function in named.items()}
+    return {unwrap(function).__code__: (name, SEEDED) for name, function in named.items()}
 
 
 def _scheduled(step: FunctionType) -> tuple[str, str]:

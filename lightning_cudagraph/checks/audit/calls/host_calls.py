@@ -26,12 +26,14 @@ from lightning_cudagraph.checks.audit.calls.known_calls import (
     EFFECTS,
     EFFECTS_IN_C,
     FIXED_RESULTS,
-    OTHER_THREADS,
     READS,
     READS_IN_C,
     READS_OF_FILES,
     RECORDERS,
     RECORDING,
+    REFUSED,
+    REFUSED_ON_CPU,
+    SEEDED,
     SEEDS_ITSELF,
     SELDOM,
     WRITES_TO_FILES,
@@ -48,7 +50,6 @@ from lightning_cudagraph.checks.audit.calls.rules import (
     lost_effect,
     short_name,
 )
-from lightning_cudagraph.checks.audit.calls.seeds import SEEDED, seeds
 from lightning_cudagraph.checks.audit.calls.settings_read import asked_in_c, asked_in_python
 from lightning_cudagraph.checks.audit.host_lines import (
     CHANGES,
@@ -64,7 +65,7 @@ from lightning_cudagraph.checks.walk.walker import Walk
 from lightning_cudagraph.compat.attributes import OfThread, setting
 from lightning_cudagraph.compat.frames import frames, module_of, receiver_of
 from lightning_cudagraph.device.lines.user_lines import DYNAMO, is_installed, user_frame
-from lightning_cudagraph.device.refusals.first_refusal import forbidden, note_receiver, refuse
+from lightning_cudagraph.device.refusals.first_refusal import note_receiver, refuse
 from lightning_cudagraph.errors import CaptureError, Location
 
 _FRAMEWORKS = Origin.FRAMEWORKS
@@ -116,8 +117,8 @@ class HostCalls:
         # By identity: the code objects of compiled frames do not hash.
         self._moving = {id(code): name for code, name in {**READS, **rules.moving}.items()}
         self._seldom = {id(code): value for code, value in {**SELDOM, **rules.seldom}.items()}
-        self._refused = {id(code): value for code, value in {**OTHER_THREADS, **rules.refused}.items()}
-        self._seeds = {id(code): value for code, value in seeds(device_type).items()}
+        refused = {**REFUSED, **(REFUSED_ON_CPU if device_type == "cpu" else {}), **rules.refused}
+        self._refused = {id(code): value for code, value in refused.items()}
         self._effects = {id(code): name for code, name in {**EFFECTS, **rules.effects}.items()}
         self._before: Any = None
         self._seen: dict[int, CodeType] = {}  # by id; holds the code objects, so that no id is reused
@@ -163,8 +164,9 @@ class HostCalls:
             if id(code) not in self._seen:
                 self._seen[id(code)] = code
                 self._note_names(frame)
-            if id(code) in self._seeds:
-                self._refuse_seed(self._seeds[id(code)], frame.f_back)
+            if id(code) in self._refused:
+                receiver = frame.f_locals.get(next(iter(code.co_varnames), ""))
+                self._refuse_call(*self._refused[id(code)], frame.f_back, receiver)
             caller = frame.f_back
             if (
                 caller is not None
@@ -200,11 +202,6 @@ class HostCalls:
             name, read = self._seldom[key]
             if name not in self._rules.harmless:
                 self.mentioned.reads[f"`{name}`"] = read
-        elif key in self._refused:
-            name, remedy = self._refused[key]
-            if not self._allows(name):
-                refuse(lost_effect(name, user_frame(user_caller), remedy))
-                note_receiver(frame.f_locals.get(next(iter(code.co_varnames), "")))
         elif key in self._effects:
             self._refuse_effect(self._effects[key], user_caller, frame, is_python=True)
         elif code.co_name.startswith(RECORDING):
@@ -261,7 +258,7 @@ class HostCalls:
         elif (module := system_module(function, receiver)) and not name.startswith("__"):
             self._system_call(f"{module}.{name}", frame, function)
         elif name in SEEDS_ITSELF and isinstance(receiver, torch.Generator):
-            self._refuse_seed((f"torch.Generator.{name}", *SEEDED), frame)
+            self._refuse_call(f"torch.Generator.{name}", SEEDED, frame, receiver)
         elif function in self._rules.other_in_captures:
             if (user_caller := self._origins.user_caller(frame)) is not None:
                 self._refuse_other(*self._rules.other_in_captures[function], user_caller)
@@ -337,15 +334,13 @@ class HostCalls:
                 )
             )
 
-    def _refuse_seed(self, seed: tuple[str, str, str], caller: FrameType | None) -> None:
-        name, words, remedy = seed
+    def _refuse_call(self, name: str, remedy: str, caller: FrameType | None, receiver: object) -> None:
         # Dynamo wraps `torch.manual_seed`.
         callers = (f for f in frames(caller) if not module_of(f).startswith(DYNAMO))
         user_caller = self._origins.user_caller(next(callers, None))
         if user_caller is not None and not self._allows(name):
-            error = forbidden(f"`{name}` {words}", remedy, user_frame(user_caller))
-            error.is_effect = True
-            refuse(error)
+            refuse(lost_effect(name, user_frame(user_caller), remedy))
+            note_receiver(receiver)
 
     def _refuse_effect(
         self, name: str, user_caller: FrameType, inside: FrameType, is_python: bool = False

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import date, datetime
+from inspect import unwrap
 from itertools import takewhile
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from lightning_cudagraph.compat.frames import frames, module_of
 from lightning_cudagraph.compat.names.torch_names import _BaseDataLoaderIter
+from lightning_cudagraph.errors import see
 
 _NEXT = "__next__"
 CLOCKS: dict[Any, str] = {
@@ -61,7 +63,7 @@ if "_log" in vars(logging.Logger):  # else captures are refused
     EFFECTS[logging.Logger._log.__code__] = "logging"  # called for enabled levels only
 # Other threads run outside of the capture, and no check of a step sees what they do. Python's library
 # starts them with the first, and waits for them with the others.
-_THREADS = {
+_THREADS: dict[Any, str] = {
     threading.Thread.start: "threading.Thread.start",
     threading.Condition.wait: "threading.Condition.wait",
     Future.result: "concurrent.futures.Future.result",
@@ -70,7 +72,36 @@ _IN_ONE_THREAD = (
     "Call in the step itself what another thread does there: a graph gains nothing by it. What is for"
     " the host alone can go to a thread in `on_train_batch_end`."
 )
-OTHER_THREADS = {function.__code__: (name, _IN_ONE_THREAD) for function, name in _THREADS.items()}
+# Functions of torch that seed or set the generators of a step.
+SEEDED = (
+    "Set it in `on_train_batch_start`. Or leave it out: draw numbers that shall be the same in each step"
+    " before `fit`, and keep them in a buffer (`register_buffer`)." + see("host_random")
+)
+_SET_ON_CPU = (
+    "On a GPU this can be captured. On a CPU, leave it out: the step then draws with the numbers of its"
+    " own generator, others in each replay." + see("host_random")
+)
+_SEEDS: dict[Any, str] = {
+    torch.manual_seed: "torch.manual_seed",
+    torch.seed: "torch.seed",
+    torch.cuda.manual_seed: "torch.cuda.manual_seed",
+    torch.cuda.manual_seed_all: "torch.cuda.manual_seed_all",
+    torch.cuda.seed: "torch.cuda.seed",
+    torch.cuda.seed_all: "torch.cuda.seed_all",
+}
+_SETTERS: dict[Any, str] = {
+    torch.set_rng_state: "torch.set_rng_state",
+    torch.random.fork_rng: "torch.random.fork_rng",
+}
+
+
+def _refused(functions: dict[Any, str], remedy: str) -> dict[CodeType, tuple[str, str]]:
+    return {unwrap(function).__code__: (name, remedy) for function, name in functions.items()}
+
+
+REFUSED = {**_refused(_THREADS, _IN_ONE_THREAD), **_refused(_SEEDS, SEEDED)}
+# A graph of a GPU can set back a state that it has read, a tape of the emulator cannot.
+REFUSED_ON_CPU = _refused(_SETTERS, _SET_ON_CPU)
 # Packages that print and write for their callers.
 RECORDERS = frozenset(
     (
