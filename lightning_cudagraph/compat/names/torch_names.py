@@ -161,7 +161,7 @@ _TENSORS = (
     PrivateName("torch._C._storage_Use_Count", (HELD_GRADIENTS,), _counts_users),
     PrivateName("torch._neg_view", (CAPTURES,), _negates),
     *named("torch", "_foreach_add_ _foreach_copy_ _foreach_div _foreach_div_ _foreach_mul", CAPTURES),
-    *named("torch", "_foreach_mul_ _foreach_norm _foreach_sub _fused_sgd_", CAPTURES),
+    *named("torch", "_foreach_mul_ _foreach_sub _fused_sgd_", CAPTURES),
 )
 _OPS = (
     *named("torch._ops", "OpOverload.__call__ OpOverloadPacket.__call__", CAPTURES),
