@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
@@ -60,9 +62,14 @@ def parameters(dtype: torch.dtype = torch.float32) -> Any:
     return nn.Linear(2, 2, dtype=dtype).parameters()
 
 
+def trainer_with(optimizer: Optimizer, clip: float | None = None, precision: Any = "32-true") -> Any:
+    plugin = MixedPrecision("bf16-mixed", "cpu") if precision == "bf16-mixed" else Precision()
+    return SimpleNamespace(optimizers=[optimizer], gradient_clip_val=clip, precision_plugin=plugin)
+
+
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 def test_an_optimizer_that_takes_long_is_told_of_its_fused_form(kind: type[Any]) -> None:
-    (note,) = fused_notes(kind(parameters(), lr=0.1), step_that_steps(2.0))
+    (note,) = fused_notes(trainer_with(kind(parameters(), lr=0.1)), step_that_steps(2.0))
     assert note.startswith(f"the optimizer takes 20% of a step; `{kind.__name__}(..., fused=True)`")
 
 
@@ -90,4 +97,12 @@ class Twofold(nn.Parameter):
     ],
 )
 def test_no_note_on_the_optimizer(make: Any, optimizer_ms: float | None) -> None:
-    assert fused_notes(make(), step_that_steps(optimizer_ms)) == []
+    assert fused_notes(trainer_with(make()), step_that_steps(optimizer_ms)) == []
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("clip", [None, 0.0, 1.0])
+def test_no_note_where_lightning_clips_no_fused_optimizer(precision: str, clip: float | None) -> None:
+    trainer = trainer_with(Adam(parameters()), clip, precision)
+    is_refused = precision == "bf16-mixed" and bool(clip)
+    assert bool(fused_notes(trainer, step_that_steps(2.0))) is not is_refused

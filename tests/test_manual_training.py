@@ -469,7 +469,10 @@ REFUSED = {
     "global_step": (Ramp, r"`\(self.global_step \+ 1\) / 100`, computed from `self.global_step`"),
     "scheduler": (SchedulesInBetween, "Call the scheduler at the end of the step"),
     "a rate that has moved": (Logs, "reads a learning rate after its scheduler has moved it"),
-    "a step after the scheduler": (StepsAgain, "reads a learning rate after its scheduler has moved it"),
+    "a step after the scheduler": (
+        StepsAgain,
+        r"(?s)\A(?!\d+ things).*reads a learning rate after its scheduler has moved it",
+    ),
     "own scheduler": (OwnScheduler, r"`LRScheduler\.step`"),
     "item": (Items, r"`\.item\(\)`"),
 }

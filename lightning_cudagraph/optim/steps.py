@@ -300,11 +300,12 @@ def _unpatched(optimizer: Optimizer) -> UnsupportedError:
 def _refuse_numbers_of_steps(optimizer: Optimizer) -> None:
     """Refuse learning rates that the step has computed from a number such as `batch_idx`."""
     for index, group in enumerate(optimizer.param_groups):
-        if isinstance(group["lr"], HostValue):
-            value_of(group["lr"])  # a rate that a scheduler has moved refuses its reads
-            of = f"the optimizer `{type(optimizer).__qualname__}`"
-            refuse((error := option_error(f"param_groups[{index}]['lr']", of)), error.subject)
-            group["lr"] = held(group["lr"])
+        if isinstance(rate := group["lr"], HostValue):
+            value_of(rate)
+            if not rate._refuses_reads:  # else it was set by a scheduler, which is told by now
+                of = f"the optimizer `{type(optimizer).__qualname__}`"
+                refuse((error := option_error(f"param_groups[{index}]['lr']", of)), error.subject)
+            group["lr"] = held(rate)
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW
 
 from lightning_cudagraph.timing.readings.spans import EXPOSED_TAG, STEP_TAG
 from lightning_cudagraph.timing.readings.windows import WindowSummary
@@ -34,11 +36,15 @@ def bucket_notes(strategy: Strategy, graph: WindowSummary) -> list[str]:
     return [note]
 
 
-def fused_notes(optimizer: Optimizer, graph: WindowSummary) -> list[str]:
+def fused_notes(trainer: pl.Trainer, graph: WindowSummary) -> list[str]:
     """Return a note for the report if a part of the step is that of an optimizer that could be fused.
 
-    None if its fused form would step after the replay, or does not exist.
+    None if its fused form would step after the replay, or does not exist, or if Lightning refuses it:
+    it does not clip gradients that a fused optimizer unscales.
     """
+    if trainer.gradient_clip_val and isinstance(trainer.precision_plugin, MixedPrecision):
+        return []
+    optimizer = trainer.optimizers[0]
     times = graph.get(f"{STEP_TAG}optimizer")
     if times is None or times.share < _MIN_SHARE or type(optimizer) not in _FUSED:
         return []

@@ -246,7 +246,7 @@ class RunTimes:
         notes += bucket_notes(self._trainer.strategy, graph)
         is_emulated = self._backend.device.type == "cpu"
         if not is_emulated:
-            notes += fused_notes(self._trainer.optimizers[0], graph)
+            notes += fused_notes(self._trainer, graph)
         event_host_us = self._backend.event_host_us if self._every_n_steps == 1 else 0.0
         lines = time_lines(graph, ranks, event_host_us, is_emulated=is_emulated)
         lines += host_lines(self.host, callbacks_of(self._trainer))
