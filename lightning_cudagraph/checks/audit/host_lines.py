@@ -39,15 +39,8 @@ _NOWHERE = 3
 
 
 def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
-    """The first line that sets the changed attribute, changes an item of it, or mentions it.
-
-    Of an option of an optimizer, the one that sets it: `for group in groups: group["lr"] = ...`.
-    """
+    """The first line that sets the changed attribute, changes an item of it, or mentions it."""
     codes = [*codes]
-    if isinstance(change.holder, dict) and "params" in change.holder:
-        item = "[" + change.path.rpartition("[")[2]
-        if (line := line_that_changes((item,), codes)) is not None:
-            return line
     lines = (first_line(name, change.draws, codes) for name in _names_of(change))
     return next((line for line in lines if line is not None), None)
 
