@@ -431,6 +431,32 @@ def test_the_line_that_counts_is_named_before_the_one_that_starts_anew() -> None
     assert where.source == "holder.wait += 1"
 
 
+def test_the_line_of_an_item_has_its_key() -> None:
+    holder = Holder(history={"d": [], "g": {"n": 0}, "x": [], "y": []})
+
+    def step(key: str) -> None:
+        holder.history["d"].append(1)
+        entries = holder.history["g"]
+        entries["n"] += 1
+        holder.history[key].append(1)  # THE LINE OF x
+
+    walk = Walk([Root(holder, "", "the holder")])
+    step("x")
+    lines = {change.path: line_that_sets(change, [step.__code__]) for change in walk.changes()}
+    found = {path: line and line.source for path, line in lines.items()}
+    assert found == {
+        "history['d'][0]": 'holder.history["d"].append(1)',
+        "history['g']['n']": 'entries["n"] += 1',
+        "history['x'][0]": "holder.history[key].append(1)  # THE LINE OF x",
+    }
+
+    def other() -> None:
+        holder.history["d"].append(1)
+
+    (change,) = (change for change in walk.changes() if "'x'" in change.path)
+    assert line_that_sets(change, [other.__code__]) is None
+
+
 # ---- tapes
 
 

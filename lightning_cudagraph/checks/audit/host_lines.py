@@ -28,11 +28,13 @@ CHANGES = frozenset(
     )
 )
 # The names by which code has it; the last one is that of Python's own generator too.
-_RANDOM_OF_NUMPY = ("np.random", "numpy.random", "random")
+RANDOM_OF_NUMPY = ("np.random", "numpy.random", "random")
 _ITEM = "[]"
 _OF_ITEMS = ("STORE_SUBSCR", "DELETE_SUBSCR")
 _UPDATES_ITEM = ("COPY", "DUP_TOP_TWO")  # `x[key] += ...` has the key twice
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+# Between the keys of items.
+_SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP", "EXTENDED_ARG")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _MENTIONS = 2
 _NOWHERE = 3
@@ -40,9 +42,22 @@ _NOWHERE = 3
 
 def line_that_sets(change: Moved, codes: Iterable[CodeType]) -> Location | None:
     """The first line that sets the changed attribute, changes an item of it, or mentions it."""
-    codes = [*codes]
-    lines = (first_line(name, change.draws, codes) for name in _names_of(change))
+    codes, keys = [*codes], _keys_in(change)
+    lines = (first_line(name, change.draws, codes, keys) for name in _names_of(change))
     return next((line for line in lines if line is not None), None)
+
+
+def lines_that_draw(change: Moved, codes: Iterable[CodeType]) -> Iterator[Location]:
+    """All lines that name a random generator."""
+    for code in _own([*codes]):
+        for name, line in _names(code):
+            if name in _names_of(change)[:2]:
+                yield location_in(code, line)
+
+
+def _keys_in(change: Moved) -> tuple[str, ...]:
+    """The texts among the indices behind the last name in the path: `history['g']` has one."""
+    return tuple(re.findall(r"\['(.*?)'\]", change.path.rpartition(".")[2]))
 
 
 def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
@@ -52,18 +67,30 @@ def _own(codes: Sequence[CodeType]) -> Sequence[CodeType]:
 
 
 def _names_of(change: Moved) -> tuple[str, ...]:
-    return _RANDOM_OF_NUMPY if change.holder is NUMPYS_OWN else (change.attribute,)
+    return RANDOM_OF_NUMPY if change.holder is NUMPYS_OWN else (change.attribute,)
 
 
-def first_line(name: str, draws: bool, codes: Iterable[CodeType]) -> Location | None:
+def first_line(
+    name: str, draws: bool, codes: Iterable[CodeType], keys: Sequence[str] = ()
+) -> Location | None:
     """The first line that sets a name, or else changes an item of it, or else mentions it.
 
     Of those that set it, one that reads it first (`self.calls += 1`): it changes it in each step.
 
     Args:
         draws: it names a random generator, which is drawn from and not set.
+        keys: texts by which an item of it is found. Lines that write others behind the name are left
+            out.
     """
-    found = [*_lines(name, draws, _own([*codes]))]
+    codes = _own([*codes])
+    found = [*_lines(name, draws, codes)]
+    if keys:
+        written = [(_keys_behind(name, code, line), (rank, code, line)) for rank, code, line in found]
+        exact = [line for behind, line in written if any(_agree(keys, each) for each in behind)]
+        found = exact or [line for behind, line in written if not any(behind)]
+        if all(rank == _MENTIONS for rank, _, _ in found):  # `for group in groups: group["lr"] = ...`
+            key = repr(keys[-1])
+            found += [(1, code, line) for code in codes for _, line in _lines_of_item(key, code)]
 
     def order(found: tuple[int, CodeType, int]) -> tuple[int, bool]:
         rank, code, line = found
@@ -97,15 +124,17 @@ def nearest_line(change: Moved, codes: Sequence[CodeType]) -> Location | None:
     installed = [code for code in codes if is_installed(code.co_filename)]
     codes = _own(codes)
     path = re.sub(r"\[.*?\]", "", change.name).split(".")
-    for name in reversed(path[:-1]):
-        if (line := first_line(name, change.draws, codes)) is not None:
-            return _inside_library(line, change, installed)
+    for end in range(len(path) - 1, 0, -1):
+        if (line := first_line(path[end - 1], change.draws, codes)) is not None:
+            return inside_library(line, _names_of(change), change.draws, installed)
     return location_in(codes[0], codes[0].co_firstlineno) if codes else None
 
 
-def _inside_library(where: Location, change: Moved, codes: Sequence[CodeType]) -> Location:
+def inside_library(
+    where: Location, names: Sequence[str], draws: bool, codes: Sequence[CodeType]
+) -> Location:
     """A line with that of a library which it comes to: the first one in its code that has a name."""
-    lines = (first_line(name, change.draws, codes) for name in _names_of(change))
+    lines = (first_line(name, draws, codes) for name in names)
     called = None if is_installed(where.path) else next((line for line in lines if line), None)
     return where if called is None else replace(where, called=called)
 
@@ -151,6 +180,26 @@ def line_that_returns_none(function: Any) -> Location | None:
         if is_last and op == "LOAD_CONST" and constant is None:
             lines.add(line)
     return location_in(code, lines.pop()) if len(lines) == 1 else None
+
+
+def _agree(keys: Sequence[str], written: Sequence[str]) -> bool:
+    """True if the item of a line has the one with the keys in it, or is in it."""
+    return bool(written) and all(one == other for one, other in zip(keys, written, strict=False))
+
+
+def _keys_behind(name: str, code: CodeType, line: int) -> set[tuple[str, ...]]:
+    """The texts written behind a name where it is in a line: `("a", "b")` for `name["a"]["b"]`."""
+    found: list[list[str]] = []
+    is_open = False
+    for op, value, at in _instructions(code):
+        if at == line and value == name and not op.startswith("LOAD_CONST"):
+            found.append([])
+            is_open = True
+        elif is_open and op == "LOAD_CONST" and isinstance(value, str):
+            found[-1].append(value)
+        elif op not in _SUBSCRIPTS:
+            is_open = False
+    return {tuple(keys) for keys in found}
 
 
 def stores(code: CodeType) -> Iterator[tuple[str, int]]:

@@ -120,7 +120,11 @@ class StepAudit:
         for change in self.state.changes():
             if not change.is_harmless(self._rules.harmless):
                 where = self.calls.where(change) or nearest_line(change, self.mentioned.users_code)
-                self._refuse(effect_error(change, where), change.subject, change.holder)
+                error = effect_error(change, where)
+                if others := self.calls.other_draws(change, where):
+                    lines = ", ".join(map(str, others))
+                    error.what += f" It is named in other lines of the file too: {lines}."
+                self._refuse(error, change.subject, change.holder)
         for name, (tensor, _, address) in self._storages.items():
             if address_of(tensor) != address:
                 where = first_line("data", False, self.mentioned.users_code)

@@ -107,7 +107,8 @@ class Node:
             was, part = self.parts.get(label, UNSET), now.get(label, UNSET)
             if was is part:
                 continue
-            if not same(was, part, self._depth(label)) and not self.ignores(label):
+            is_same = was == part if self.draws else same(was, part, self._depth(label))
+            if not is_same and not self.ignores(label):
                 yield Moved(self, label, was, part)
 
     def _depth(self, label: Any) -> int:

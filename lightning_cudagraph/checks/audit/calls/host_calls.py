@@ -53,12 +53,17 @@ from lightning_cudagraph.checks.audit.calls.rules import (
 from lightning_cudagraph.checks.audit.calls.settings_read import asked_in_c, asked_in_python
 from lightning_cudagraph.checks.audit.host_lines import (
     CHANGES,
+    NUMPYS_OWN,
+    RANDOM_OF_NUMPY,
+    inside_library,
     line_that_sets,
+    lines_that_draw,
     stores,
 )
 from lightning_cudagraph.checks.audit.mentions import MentionedNames
 from lightning_cudagraph.checks.audit.read_remedies import OF_CLOCKS, afterwards, remedy_of_read
 from lightning_cudagraph.checks.walk.held_iterators import holds_iterator
+from lightning_cudagraph.checks.walk.host_generators import generator_state
 from lightning_cudagraph.checks.walk.parts import Moved
 from lightning_cudagraph.checks.walk.scope import Namespace, Root
 from lightning_cudagraph.checks.walk.walker import Walk
@@ -125,6 +130,7 @@ class HostCalls:
         self._origins = Origins(rules.passing_on)
         self._known_origins = self._origins.by_file
         self._touched: dict[int, Location] = {}
+        self._numpys: dict[int, Any] = {}  # by frame of a package's function that the user's code calls
         self._allowed_code: set[int] = set()
         self._globals: set[tuple[int, str]] = set()
         self._hides_use = _hides_use.value
@@ -155,6 +161,14 @@ class HostCalls:
     def where(self, change: Moved) -> Location | None:
         """The user's line that made a change: from the call, or else found in the code that ran."""
         return self._touched.get(id(change.holder)) or line_that_sets(change, self.mentioned.users_code)
+
+    def other_draws(self, change: Moved, where: Location | None) -> tuple[int, ...]:
+        """The other lines of the same file that name a random generator which has been drawn from."""
+        named = change.holder is NUMPYS_OWN or change.attribute != "random"
+        if not change.draws or where is None or not named:
+            return ()
+        found = lines_that_draw(change, self.mentioned.users_code)
+        return tuple(sorted({at.line for at in found if at.path == where.path} - {where.line}))
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         # Runs for every call in the step. So calls by framework code leave early, and the origin of a
@@ -193,6 +207,8 @@ class HostCalls:
     def _python_call(self, frame: FrameType, caller: FrameType) -> None:
         code = frame.f_code
         key = id(code)
+        if self._enters_a_package(frame, caller):
+            self._numpys[id(frame)] = _numpys_state()
         user_caller = self._origins.user_caller(caller)
         if user_caller is None:
             return
@@ -211,8 +227,23 @@ class HostCalls:
         ):
             self._note_setting(f"{module_of(frame)}.{code.co_name}()", asks)
 
+    def _enters_a_package(self, frame: FrameType, caller: FrameType) -> bool:
+        """True for a call by the user's code of a package that may draw: NumPy's own calls go unseen."""
+        return (
+            is_installed(frame.f_code.co_filename)
+            and not is_installed(caller.f_code.co_filename)
+            and self._origins.is_users(frame)
+        )
+
     def _return(self, frame: FrameType, caller: FrameType, value: Any) -> None:
         code = frame.f_code
+        before = self._numpys.pop(id(frame), None)
+        if before is not None and before != _numpys_state() and id(NUMPYS_OWN) not in self._touched:
+            self._touch(NUMPYS_OWN, caller)
+            where = self._touched.get(id(NUMPYS_OWN))
+            # What returns numbers for the step draws for the user; what works on tensors, for itself.
+            if where and any(isinstance(each, torch.Tensor) for each in frame.f_locals.values()):
+                self._touched[id(NUMPYS_OWN)] = inside_library(where, RANDOM_OF_NUMPY, True, [code])
         if self._origins.of(caller) is Origin.FRAMEWORKS or not code.co_argcount:
             return
         if self._origins.of(frame) is not Origin.FRAMEWORKS or self._origins.user_caller(caller) is None:
@@ -419,3 +450,7 @@ class HostCalls:
 
 def _is_property(kind: type, name: str) -> bool:
     return any(isinstance(vars(base).get(name), property) for base in kind.__mro__)
+
+
+def _numpys_state() -> Any:
+    return generator_state(NUMPYS_OWN)[0]()  # type: ignore[index]
