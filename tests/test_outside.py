@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cudagraph import CUDAGraphCallback, UnsupportedError, Verification, VerificationError
 from lightning_cudagraph.capture.steps import Step
-from lightning_cudagraph.trainer.training.captured_step import recording
+from lightning_cudagraph.trainer.training.captured_step import training_step
 from tests.harness import Net, Trace, assert_same, differences, loader, make, train
 from tests.optimizers import Own
 
@@ -323,7 +323,7 @@ def test_control_without_a_look_at_zero_grad(
     kwargs: dict[str, Any] = {"accelerator": accelerator, "watched": False}
     kwargs["train_loader"] = loader(batches=16)
     plain = train(make(DropsNothing), tmp_path / "plain", **kwargs)
-    monkeypatch.setattr(recording, "refuse_own_zero_grad", lambda optimizer: None)
+    monkeypatch.setattr(training_step, "refuse_own_zero_grad", lambda optimizer: None)
     callback = CUDAGraphCallback(verify=None)
     graph = train(make(DropsNothing), tmp_path / "graph", callback, **kwargs)
     assert differences(plain.final["weights"], graph.final["weights"])

@@ -302,7 +302,7 @@ def _refuse_numbers_of_steps(optimizer: Optimizer) -> None:
     for index, group in enumerate(optimizer.param_groups):
         if isinstance(rate := group["lr"], HostValue):
             value_of(rate)
-            if not rate._refuses_reads:  # else it was set by a scheduler, which is told by now
+            if not rate.refuses_reads:  # else it was set by a scheduler, which is told by now
                 of = f"the optimizer `{type(optimizer).__qualname__}`"
                 refuse((error := option_error(f"param_groups[{index}]['lr']", of)), error.subject)
             group["lr"] = held(rate)

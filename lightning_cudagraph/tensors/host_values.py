@@ -69,7 +69,7 @@ class HostValue:
     """
 
     _is_of_batch = False  # a leaf of a static batch, which has the value of each replay
-    _refuses_reads = False  # each read is refused, with a message of its own
+    refuses_reads = False  # each read is refused, with a message of its own
 
     def __new__(cls, value: Any, *args: Any) -> Self:
         of_kind: Any = _with_operations

@@ -23,7 +23,7 @@ from lightning_cudagraph.trainer.common.host_rules import SCHEDULED_BY_LOSS
 class MovedRate(HostValue):
     """A learning rate that a scheduler has moved on; each read is refused."""
 
-    _refuses_reads = True
+    refuses_reads = True
 
     def __init__(self, rate: float) -> None:
         super().__init__(rate, refuse_read)
