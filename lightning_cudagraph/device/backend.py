@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -35,7 +36,7 @@ class Event(Protocol):
         """Milliseconds from this point to `end`."""
 
 
-class Graph:
+class Graph(ABC):
     """A captured step, in one or more parts with graph breaks between them.
 
     Args:
@@ -53,9 +54,9 @@ class Graph:
         self.written: list[torch.Tensor] = []
         self.memory_bytes = 0
 
+    @abstractmethod
     def replay(self, between: Between | None = None) -> None:
         """Run it on the current stream; at each graph break, call `between` with its index."""
-        raise NotImplementedError
 
     def host_value_moved(self) -> bool:
         """True if a number in host memory that it has baked in has changed."""
@@ -67,10 +68,10 @@ class Graph:
         self.written.clear()
 
 
-class Backend:
+class Backend(ABC):
     """A device on which steps are warmed up, captured and replayed.
 
-    Methods that do not raise `NotImplementedError` answer for a CPU, which has done its work at once.
+    Methods that are not abstract answer for a CPU, which has done its work at once.
 
     Attributes:
         graphs_per_step: instances of a timed step, replayed in turn, so that the events of one are read
@@ -102,24 +103,25 @@ class Backend:
         self.checks = LateChecks()
         self._live: list[Graph] = []
 
+    @abstractmethod
     def on_side_stream(self) -> AbstractContextManager[None]:
         """Run the `with` block on the side stream of warm-up and capture, in order with other work.
 
         Backward passes run in the calling thread, here and in a capture: so the modes that watch a step
         see the Python code in them, and matrix products use the cuBLAS handle of this thread.
         """
-        raise NotImplementedError
 
     def is_on_side_stream(self) -> bool:
         """True if the current stream is the side stream: graphs are replayed in order there."""
         return True
 
-    def join_other_threads(self) -> None:
+    def join_other_threads(self) -> None:  # noqa: B027 - nothing to do on a CPU
         """Order the work so far on the side stream and on the default stream, that of other threads.
 
         What a step hands to another thread is then complete there, as it is without a side stream.
         """
 
+    @abstractmethod
     def capture(self, body: Callable[[], T], is_compiled: bool = False) -> tuple[Graph, T]:
         """Capture the work of `body` without executing it.
 
@@ -135,7 +137,6 @@ class Backend:
             Exception: any other exception of `body`. In both cases the capture has been ended, and
                 memory and random state are as before.
         """
-        raise NotImplementedError
 
     def in_pool(self, pool_of: Graph | None = None) -> AbstractContextManager[None]:
         """Capture into a pool of its own, or into that of another graph, in the `with` block."""
@@ -145,23 +146,24 @@ class Backend:
         """Capture from now on into a graph's pool; False if there are graphs in the present pool."""
         return True
 
+    @abstractmethod
     def cut(self) -> None:
         """End a part of the capture at a graph break, and begin the next: the host runs between them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def checked(self) -> AbstractContextManager[None]:
         """Run the `with` block eagerly, and refuse what a capture would refuse."""
-        raise NotImplementedError
 
     def release(self, graph: Graph) -> None:
         """Release a graph and its memory."""
         self._live = [live for live in self._live if live is not graph]
         graph.reset()
 
+    @abstractmethod
     def event(self) -> Event:
         """A new timing event."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mark(self, event: Any, forked: bool = True) -> None:
         """Record `event` after the work issued so far on the current stream.
 
@@ -170,8 +172,8 @@ class Backend:
         Args:
             forked: True to record it, in a capture, on a branch that later work does not wait for.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def mark_end(self, event: Any, work: Any) -> bool:
         """Record `event` at the end of an asynchronous collective; no other work waits for it.
 
@@ -184,26 +186,25 @@ class Backend:
         Returns:
             True if later work runs concurrently with the collective.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def event_times(self, events: Sequence[Any]) -> Callable[[], list[float]]:
         """Build a reader of the times of marked events, in milliseconds after the first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def position(self) -> object | None:
         """The position in the capture: equal as long as nothing is issued; None if it is unknown."""
-        raise NotImplementedError
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027 - nothing to do on a CPU
         """Block the host until the device has nothing left to do."""
 
+    @abstractmethod
     def rng_state(self) -> torch.Tensor:
         """The states of all generators, in host memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore the states that `rng_state` returned."""
-        raise NotImplementedError
 
     def free_bytes(self) -> int:
         """Free device memory, in bytes."""
