@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import queue
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -416,6 +417,11 @@ class CountedBatches(Counted):
         return output
 
 
+_DATABASE = sqlite3.connect(":memory:", check_same_thread=False)
+_DATABASE.execute("create table changes (number)")
+_SO_FAR = [0]  # at the beginning of a run
+
+
 class Hidden(Net):
     """Logs a Python number that changes once, long after the warm-up, where no guard looks."""
 
@@ -438,6 +444,21 @@ class HiddenSize(Hidden):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = Net.training_step(self, batch, batch_idx)
         self.log("sized", output["loss"], on_epoch=True, batch_size=1 + self.kept.qsize())
+        return output
+
+
+class OfADatabase(Net):
+    """Counts a value for so many samples as a database has had changes, which no guard sees."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            _DATABASE.execute("insert into changes values (1)")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.log(
+            "sized", output["loss"], on_epoch=True, batch_size=1 + _DATABASE.total_changes - _SO_FAR[0]
+        )
         return output
 
 
@@ -476,6 +497,17 @@ def test_a_number_that_changes_after_the_capture(
     assert graph.counts.captures == 2
     assert graph.counts.replayed > 8
     assert f"`kept.unfinished_tasks` of the `{cls.__name__}` changed" in graph.counts.recaptures[0]
+
+
+def test_a_batch_size_that_no_guard_sees(tmp_path: Path, accelerator: str) -> None:
+    """A verified replay finds it."""
+
+    def build() -> Net:
+        _SO_FAR[0] = _DATABASE.total_changes
+        return OfADatabase()
+
+    callback = CUDAGraphCallback(verify=Verification(every_n_steps=1))
+    _both(tmp_path, build, callback, accelerator=accelerator)
 
 
 def test_a_tensor_on_the_host_that_changes(tmp_path: Path, accelerator: str) -> None:
